@@ -1,0 +1,1 @@
+"""Attention over stored codes: one operation set, one specification, several backends."""

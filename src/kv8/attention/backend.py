@@ -1,0 +1,48 @@
+"""The operation set every attention backend implements."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kv8.attention.batch import AttentionBatch
+from kv8.attention.layer import LayerAttention
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a model passes with each attention call, besides the tensors.
+
+    Attributes:
+        softmax_scale: factor on q·k before the softmax.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; `None` for no cap.
+        sinks: float32 [H], one extra logit a head in the softmax's denominator; `None` for none.
+        window: see `LayerGeometry.window`.
+    """
+
+    softmax_scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    window: int | None
+
+
+class AttentionBackend(Protocol):
+    """Stores new keys and values, and attends over stored codes only (never over fresh K/V)."""
+
+    name: str
+
+    def refuses(self, layer: LayerAttention) -> str | None:
+        """Return why this backend cannot serve ``layer``, or `None` if it can."""
+
+    def store(
+        self, layer: LayerAttention, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
+    ) -> None:
+        """Quantize ``key`` and ``value`` ([T, K, D], model dtype) and scatter them to the slots.
+
+        Counts into ``layer.counters``. Writes nothing but the batch's slots.
+        """
+
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
+    ) -> torch.Tensor:
+        """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""

@@ -1,0 +1,1 @@
+"""The paged KV cache: layout and capacity, blocks, prefix reuse, and the tensors themselves."""

@@ -1,0 +1,1 @@
+"""Models: where they come from, what they look like, and transformers' own code, hooked."""

@@ -1,0 +1,1 @@
+"""Scales: where they come from, what shapes they have, which are refused."""
