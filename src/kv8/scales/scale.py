@@ -91,5 +91,7 @@ class ModelScales:
             for side in ("k", "v"):
                 scale = scales.side(side)
                 values = scale.values if scale else ()
-                digest.update(struct.pack(f"<ic{len(values)}fI", number, side.encode(), *values, len(values)))
+                digest.update(
+                    struct.pack(f"<ic{len(values)}fI", number, side.encode(), *values, len(values))
+                )
         return digest.digest()

@@ -1,0 +1,113 @@
+"""What the user asked of an engine: intent, which may say "auto". Resolved later, never changed.
+
+Every option's help text stands here once; the command line is a view of these fields.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kv8.errors import RequestError
+from kv8.units import parse_bytes
+
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "float32"]
+ModelDtype = Literal["auto", "bfloat16", "float16", "float32"]
+QueryDtype = Literal["auto", "native", "fp8"]
+MissingScales = Literal["error", "default"]
+
+
+def _option(default: Any, text: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of one engine, checked on their own here and against the model in `kv8.engine`.
+
+    Raises:
+        RequestError: an option has a value it cannot have; the message lists those it can.
+    """
+
+    model: str = _option(
+        "", "Local folder, .gguf file, hub id, or a built-in name: smollm2, gemma3-270m."
+    )
+    tokenizer: str | None = _option(None, "Folder or hub id of the tokenizer, if not the model's.")
+    dtype: ModelDtype = _option("auto", "Type of the weights; auto is the checkpoint's own.")
+    kv_cache_dtype: KVCacheDtype = _option(
+        "auto",
+        "Format keys and values are stored in. auto: what the checkpoint declares, else the "
+        "model's dtype. fp8 is short for fp8_e4m3: one byte a value, largest value 448, divided "
+        "by one static scale per tensor or per head (from the checkpoint, --kv-scales, or 1.0). "
+        "fp8_e5m2: one byte, wider range, coarser. Runs on any CPU or GPU.",
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = _option(
+        (),
+        "Layers left in the model's dtype: numbers (0 1 -1), ranges (0-3), first:2, last:2, or "
+        "layer types of the model (sliding_window, full_attention).",
+    )
+    kv_scales: str | Mapping[str, Any] | None = _option(
+        None, "Scales file (.safetensors) to use in place of the checkpoint's scales."
+    )
+    missing_scales: MissingScales = _option(
+        "error",
+        "What to do when a checkpoint declares a static FP8 cache but lacks a layer's scale: "
+        "error refuses, default goes on with 1.0.",
+    )
+    query_dtype: QueryDtype = _option(
+        "auto",
+        "fp8 also quantizes queries and softmax weights (FP8 attention), native never does; auto "
+        "does when the checkpoint brings calibrated q scales.",
+    )
+    kv_cache_memory: int | str | None = _option(
+        None,
+        "Memory for the KV cache, like 2GiB. Default: a quarter of what is free, at most 4GiB.",
+    )
+    block_size: int = _option(16, "Tokens a cache block holds.")
+    max_model_len: int | None = _option(
+        None, "Longest sequence, prompt and output together. Default: the model's own limit."
+    )
+    max_num_seqs: int = _option(64, "Most sequences run in one step.")
+    max_num_batched_tokens: int = _option(
+        2048, "Most tokens computed in one step; longer prompts are computed in chunks."
+    )
+    enable_prefix_caching: bool = _option(True, "Reuse stored keys and values of equal prefixes.")
+    attention_backend: str = _option("auto", "Attention implementation, or auto.")
+    seed: int = _option(0, "Seed of all requests that bring none of their own.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise RequestError(
+                "model is missing: give a folder, a .gguf file, a hub id or smollm2."
+            )
+        for name, choices in (
+            ("dtype", ModelDtype),
+            ("kv_cache_dtype", KVCacheDtype),
+            ("query_dtype", QueryDtype),
+            ("missing_scales", MissingScales),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(choices):
+                allowed = ", ".join(get_args(choices))
+                raise RequestError(f"{name}={value!r} is not known. Allowed: {allowed}.")
+        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.kv_cache_memory is not None:
+            object.__setattr__(
+                self,
+                "kv_cache_memory",
+                parse_bytes(self.kv_cache_memory, option="kv_cache_memory"),
+            )
+        skip = self.kv_cache_dtype_skip_layers
+        if isinstance(skip, str | int):
+            skip = (skip,)  # type: ignore[assignment]
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(str(s) for s in skip))
+        if isinstance(self.kv_scales, Path):
+            object.__setattr__(self, "kv_scales", str(self.kv_scales))
+
+
+OPTION_FIELDS = {f.name: f for f in fields(EngineOptions)}
