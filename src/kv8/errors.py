@@ -22,7 +22,7 @@ class ModelError(RequestError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model has a part kv8 cannot serve correctly (named in the message); never served wrong."""
+    """The model has a part kv8 cannot serve correctly; the message names it and the reason."""
 
 
 class ScaleError(ModelError):

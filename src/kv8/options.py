@@ -61,7 +61,7 @@ class EngineOptions:
     )
     kv_cache_memory: int | str | None = _option(
         None,
-        "Memory for the KV cache, like 2GiB. Default: a quarter of what is free, at most 4GiB.",
+        "Memory for the KV cache, like 2GiB. Default: a quarter of what is free, 4GiB at most.",
     )
     block_size: int = _option(16, "Tokens a cache block holds.")
     max_model_len: int | None = _option(
@@ -77,9 +77,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise RequestError(
-                "model is missing: give a folder, a .gguf file, a hub id or smollm2."
-            )
+            raise RequestError("model is missing: give a folder, a .gguf file, a hub id, smollm2.")
         for name, choices in (
             ("dtype", ModelDtype),
             ("kv_cache_dtype", KVCacheDtype),
