@@ -1,0 +1,44 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes the
+# environment it needs. PYTHON names the interpreter (3.11 or newer), VENV the environment's folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check unit install clean help
+
+help:
+	@echo "make demo   answer three prompts through a bf16 and an FP8 KV cache and compare them"
+	@echo "make test   every check CI runs: format, lint, types, import layers, tests"
+	@echo "make check  the same without the tests;  make unit  the fast tests alone"
+
+# The stamp is newer than the files that decide what is installed, so a second run installs nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/kv8 demo
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/unit tests/property
+
+test: check
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
