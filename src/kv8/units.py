@@ -32,8 +32,8 @@ def parse_bytes(size: int | str, *, option: str = "size") -> int:
         unit = match.group(2).lower() if match else None
         if match is None or unit not in _UNITS:
             raise RequestError(
-                f"{option}={size!r} is not a size. Write a number of bytes, or a number with a unit: "
-                f"B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)."
+                f"{option}={size!r} is not a size. Write a number of bytes, or a number with a "
+                f"unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)."
             )
         size = int(float(match.group(1)) * _UNITS[unit])
     if size <= 0:
