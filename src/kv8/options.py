@@ -3,7 +3,7 @@
 Every option's help text stands here once; the command line is a view of these fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,12 +41,12 @@ class EngineOptions:
         "by one static scale per tensor or per head (from the checkpoint, --kv-scales, or 1.0). "
         "fp8_e5m2: one byte, wider range, coarser. Runs on any CPU or GPU.",
     )
-    kv_cache_dtype_skip_layers: tuple[str, ...] = _option(
+    kv_cache_dtype_skip_layers: Sequence[str | int] | str | int = _option(
         (),
         "Layers left in the model's dtype: numbers (0 1 -1), ranges (0-3), first:2, last:2, or "
         "layer types of the model (sliding_window, full_attention).",
     )
-    kv_scales: str | Mapping[str, Any] | None = _option(
+    kv_scales: str | Path | Mapping[str, Any] | None = _option(
         None, "Scales file (.safetensors) to use in place of the checkpoint's scales."
     )
     missing_scales: MissingScales = _option(
@@ -100,12 +100,17 @@ class EngineOptions:
                 "kv_cache_memory",
                 parse_bytes(self.kv_cache_memory, option="kv_cache_memory"),
             )
-        skip = self.kv_cache_dtype_skip_layers
-        if isinstance(skip, str | int):
-            skip = (skip,)  # type: ignore[assignment]
-        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(str(s) for s in skip))
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", self.skip_layers)
         if isinstance(self.kv_scales, Path):
             object.__setattr__(self, "kv_scales", str(self.kv_scales))
+
+    @property
+    def skip_layers(self) -> tuple[str, ...]:
+        """The skip list's entries as text, one by one; ``"0,3"`` is two entries."""
+        given = self.kv_cache_dtype_skip_layers
+        entries = [given] if isinstance(given, str | int) else given
+        texts = (text.strip() for entry in entries for text in str(entry).split(","))
+        return tuple(text for text in texts if text)
 
 
 OPTION_FIELDS = {f.name: f for f in fields(EngineOptions)}
