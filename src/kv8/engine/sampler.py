@@ -1,0 +1,205 @@
+"""From logits to tokens: each row by its own parameters, each draw from its own seed.
+
+The random number behind output token i of a sequence is a function of (seed, i) and of nothing
+else. There is no generator state, so neither the other rows of a step nor a preemption can move it.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kv8.engine.logprobs import token_logprobs
+from kv8.engine.penalties import Penalties
+from kv8.engine.truncation import keep_min_p, keep_top_k, keep_top_p
+from kv8.outputs import Logprob
+from kv8.sampling_params import SamplingParams
+
+# Values of one block of rows held at once while drawing (float64, so 128 MiB).
+_MAX_VALUES = 2**24
+
+
+class SamplingState:
+    """What sampling needs to know of one sequence, from its first token to its last.
+
+    Args:
+        params: the request's parameters.
+        token_ids: the sequence's own list, prompt then output; it grows as tokens are accepted and
+            is read here, never written.
+        num_prompt_tokens: how many of them are the prompt.
+        vocab_size: V.
+        seed: of this sequence; see `sequence_seed`.
+        end_token_ids: the model's end tokens, banned until ``min_tokens`` unless ignored.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        vocab_size: int,
+        seed: int,
+        end_token_ids: Collection[int] = (),
+    ) -> None:
+        self.params = params
+        self.seed = seed
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._penalties = (
+            Penalties(params, num_prompt_tokens, vocab_size) if Penalties.wanted(params) else None
+        )
+        ends = set(params.stop_token_ids or ()) | set(() if params.ignore_eos else end_token_ids)
+        self._banned_early = sorted(token for token in ends if token < vocab_size)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the next token's logits are changed before the choice."""
+        return self._penalties is not None or self._bans
+
+    @property
+    def _bans(self) -> bool:
+        return bool(self._banned_early) and self._num_output_tokens < self.params.min_tokens
+
+    @property
+    def _num_output_tokens(self) -> int:
+        return len(self._token_ids) - self._num_prompt_tokens
+
+    def adjust(self, logits: torch.Tensor) -> None:
+        """Apply penalties and bans to ``logits`` (float32 [V]) in place."""
+        if self._penalties is not None:
+            self._penalties.apply(logits, self._token_ids)
+        if self._bans:
+            logits[self._banned_early] = -math.inf
+
+    def uniform(self) -> float:
+        """Return the number in [0, 1) behind the next output token."""
+        key = struct.pack("<QQ", self.seed % 2**64, self._num_output_tokens)
+        bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        return (bits >> 11) * 2.0**-53
+
+
+def sequence_seed(params: SamplingParams, index: int, *, engine_seed: int, request: int) -> int:
+    """Return the seed of completion ``index`` of a request.
+
+    A request's own seed decides alone; without one, the engine's seed and the request's number
+    since the start do.
+    """
+    if params.seed is not None:
+        return params.seed + index
+    key = struct.pack("<QQQ", engine_seed % 2**64, request, index)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """The outcome for one row: a token, or why there is none.
+
+    Attributes:
+        token_id: the chosen token; `None` if there was no choosing.
+        logprobs: what the parameters asked for, `None` if nothing.
+        error: why no token could be chosen, for the user; `None` if one was.
+    """
+
+    token_id: int | None
+    logprobs: dict[int, Logprob] | None = None
+    error: str | None = None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """Choose one token a row. Appends nothing: the caller does, once it accepts the token.
+
+    Args:
+        logits: float32 [R, V], left as they are.
+        states: R sequences.
+
+    Returns:
+        R outcomes. A row with NaN, or without one finite maximum, has an error and no token.
+    """
+    if not states:
+        return []
+    # NaN wins a maximum, so one reduction finds NaN, +inf and rows of nothing but -inf.
+    peaks = logits.amax(dim=1)
+    sound = torch.isfinite(peaks).tolist()
+    chosen = _choose(logits, states, sound)
+    reports = _report_logprobs(logits, states, chosen, sound)
+    return [
+        SampledToken(token, report)
+        if fine
+        else SampledToken(None, error=f"the model's logits have no finite maximum ({peak})")
+        for token, report, fine, peak in zip(chosen, reports, sound, peaks.tolist(), strict=True)
+    ]
+
+
+def _choose(
+    logits: torch.Tensor, states: Sequence[SamplingState], sound: Sequence[bool]
+) -> list[int]:
+    if any(state.adjusts for state in states):
+        logits = logits.clone()
+        for row, state in enumerate(states):
+            if state.adjusts:
+                state.adjust(logits[row])
+    chosen: list[int] = logits.argmax(dim=1).tolist()
+    random = [i for i, s in enumerate(states) if sound[i] and not s.params.greedy]
+    step = max(1, _MAX_VALUES // logits.shape[1])
+    for start in range(0, len(random), step):
+        rows = random[start : start + step]
+        for row, token in zip(rows, _draw(logits[rows], [states[i] for i in rows]), strict=True):
+            chosen[row] = token
+    return chosen
+
+
+def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+    params = [state.params for state in states]
+    probs = truncated_probs(logits, params)
+    # The tokens stand in the order of their numbers, whatever truncation did: which token a random
+    # number falls on must not depend on how the candidates were found.
+    bounds = probs.cumsum(dim=1, dtype=torch.float64)
+    total = bounds[:, -1:]
+    uniform = torch.tensor([s.uniform() for s in states], dtype=torch.float64, device=probs.device)
+    target = torch.minimum(
+        uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    tokens: list[int] = torch.searchsorted(bounds, target, right=True)[:, 0].tolist()
+    return tokens
+
+
+def truncated_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return the distribution each row draws from.
+
+    Args:
+        logits: float32 [R, V], penalties and bans applied, each row with a finite maximum.
+        params: R parameters, none of them greedy. In this order: temperature, min-p, top-k, and
+            top-p over what is left.
+
+    Returns:
+        float32 [R, V]; 0 for tokens that are out.
+    """
+    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+    # The maximum goes to 0 before the division, so that no temperature can overflow it.
+    scaled = logits - logits.amax(dim=1, keepdim=True)
+    scaled /= temperature.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    keep_min_p(scaled, [p.min_p for p in params])
+    keep_top_k(scaled, [p.top_k for p in params])
+    keep_top_p(scaled, [p.top_p for p in params])
+    return torch.softmax(scaled, dim=1)
+
+
+def _report_logprobs(
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    chosen: Sequence[int],
+    sound: Sequence[bool],
+) -> list[dict[int, Logprob] | None]:
+    reports: list[dict[int, Logprob] | None] = [None] * len(states)
+    counts = [state.params.logprobs for state in states]
+    rows = [i for i, count in enumerate(counts) if sound[i] and count is not None]
+    entries = token_logprobs(
+        logits[rows], [chosen[i] for i in rows], [counts[i] or 0 for i in rows]
+    )
+    for row, entry in zip(rows, entries, strict=True):
+        reports[row] = entry
+    return reports
