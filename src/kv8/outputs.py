@@ -28,6 +28,7 @@ class CompletionOutput:
         finish_reason: ``stop`` (end token, stop token or stop string), ``length``, ``abort``, or
             ``error``; `None` while running.
         stop_reason: the stop string or stop token that ended it; `None` for the end token.
+        error: what failed, if it ended with ``error``.
     """
 
     index: int
@@ -37,6 +38,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
 
 @dataclass
