@@ -1,0 +1,115 @@
+"""The tensors: one arena of bytes, and a typed view of it for each layer. No policy in here.
+
+Stored codes are bits with a type. Nothing here or elsewhere may move them by converting numbers
+(``to``, ``copy_`` between dtypes): copies go through ``view(torch.uint8)``.
+"""
+
+from collections import Counter
+
+import torch
+
+from kv8.cache.layout import CacheLayout
+from kv8.errors import CapacityError
+from kv8.geometry import ModelGeometry
+from kv8.layer_plan import LayerPlan
+from kv8.units import format_bytes
+
+
+class KVPool:
+    """The memory of a cache of ``num_blocks`` blocks, filled once, at allocation.
+
+    Args:
+        layout: where each layer's codes lie.
+        geometry: heads and head sizes.
+        plan: the format of every layer.
+        num_blocks: N.
+        device: where the arena lives.
+        fill: the value of every byte at first. Tests poison it (255 is NaN in every format) to
+            prove that nothing is read before it is written.
+
+    Raises:
+        CapacityError: the memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        geometry: ModelGeometry,
+        plan: LayerPlan,
+        num_blocks: int,
+        device: torch.device | str,
+        *,
+        fill: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._arena = _allocate(num_blocks * layout.block_bytes, torch.device(device), fill)
+        self._codes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer in geometry.kv_layers:
+            dtype = getattr(torch, plan.format(layer.layer).torch_dtype)
+            shape = (num_blocks, layer.num_kv_heads, layout.block_size, layer.head_dim)
+            place = layout.placement(layer.layer, num_blocks)
+            self._codes[layer.layer] = (
+                _view(self._arena, place.k_offset, place.block_stride, shape, dtype),
+                _view(self._arena, place.v_offset, place.block_stride, shape, dtype),
+            )
+        for layer in geometry.layers:
+            self._codes.setdefault(layer.layer, self._codes[layer.kv_source])
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the allocated arena, asked of the tensor."""
+        return self._arena.untyped_storage().nbytes()
+
+    def codes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(k_codes, v_codes)`` of ``layer``, each [N, K, B, D] in the format's dtype.
+
+        Dimension 0 is strided, the others are contiguous. A layer that reads another's keys and
+        values gets that layer's tensors.
+        """
+        return self._codes[layer]
+
+    def bytes_per_token(self, layer: int) -> int:
+        """Return the bytes one token takes in ``layer``'s tensors, keys and values together."""
+        return sum(
+            codes.shape[1] * codes.shape[3] * codes.element_size() for codes in self._codes[layer]
+        )
+
+    def __str__(self) -> str:
+        """Say what was allocated, as the tensors have it and not as it was asked for."""
+        owners = [n for n in self._codes if n in self.layout.slots]
+        dtypes = Counter(str(self._codes[n][0].dtype).removeprefix("torch.") for n in owners)
+        layers = ", ".join(f"{count} layers in {dtype}" for dtype, count in dtypes.items())
+        num_blocks, _, block_size, _ = self._codes[owners[0]][0].shape
+        return (
+            f"{format_bytes(self.storage_bytes)} on {self._arena.device}, {num_blocks:,} blocks of "
+            f"{block_size} tokens: {layers}, {sum(map(self.bytes_per_token, owners)):,} bytes a "
+            "token"
+        )
+
+
+def _allocate(num_bytes: int, device: torch.device, fill: int) -> torch.Tensor:
+    """Return ``num_bytes`` bytes of value ``fill``, uint8 [num_bytes]."""
+    try:
+        if fill == 0:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return torch.full((num_bytes,), fill, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch has no narrower class for an allocation on the CPU
+        raise CapacityError(
+            f"The KV cache's {format_bytes(num_bytes)} could not be allocated on {device}. Give "
+            "the cache less with kv_cache_memory, or free memory."
+        ) from error
+
+
+def _view(
+    arena: torch.Tensor, offset: int, block_stride: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return [N, K, B, D] over the arena; block n starts at byte ``offset + n * block_stride``."""
+    num_blocks, num_heads, block_size, head_dim = shape
+    side_bytes = num_heads * block_size * head_dim * dtype.itemsize
+    extent = (num_blocks - 1) * block_stride + side_bytes
+    # Narrow first and reinterpret then: the typed view keeps its own offset into the storage,
+    # where an offset given to as_strided would count from the storage's beginning.
+    codes = arena.narrow(0, offset, extent).view(dtype)
+    strides = (block_stride // dtype.itemsize, block_size * head_dim, head_dim, 1)
+    return codes.as_strided(shape, strides)
