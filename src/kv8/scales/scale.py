@@ -72,10 +72,31 @@ class LayerScales:
 
 
 @dataclass(frozen=True)
+class ScaleProblem:
+    """A scale that was found but cannot be used: kept apart, and an error where it is needed.
+
+    Attributes:
+        layer: the layer it belongs to.
+        side: q, k or v.
+        text: the tensor, its file, the value or shape found, and why it is no scale.
+    """
+
+    layer: int
+    side: Side
+    text: str
+
+
+@dataclass(frozen=True)
 class ModelScales:
-    """Scales of a whole model by layer number; a layer that is missing has none at all."""
+    """Scales of a whole model by layer number; a layer that is missing has none at all.
+
+    Attributes:
+        layers: the usable scales.
+        problems: scales that were found and are unusable. They are absent from ``layers``.
+    """
 
     layers: Mapping[int, LayerScales] = field(default_factory=dict)
+    problems: tuple[ScaleProblem, ...] = ()
 
     def layer(self, number: int) -> LayerScales:
         """Return the scales of layer ``number`` (all absent if it has none)."""
@@ -85,10 +106,15 @@ class ModelScales:
         return iter(sorted(self.layers.items()))
 
     def fingerprint(self) -> bytes:
-        """Return 16 bytes that differ whenever any K or V number differs; origins do not count."""
+        """Return 16 bytes that differ whenever any number differs; origins do not count.
+
+        q counts too: quantized queries change what a layer hands on, and so the keys and values
+        that the next layers store. Part of every prefix digest: blocks stored under other scales
+        are never found again.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for number, scales in self:
-            for side in ("k", "v"):
+            for side in SIDES:
                 scale = scales.side(side)
                 values = scale.values if scale else ()
                 digest.update(

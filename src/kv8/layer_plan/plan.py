@@ -1,8 +1,6 @@
-"""Which format each layer stores its keys and values in: the one function that decides.
+"""The plan itself: data that others read."""
 
-The planner, the allocator, `kv8 inspect` and the layer table all read the plan made here.
-"""
-
+import hashlib
 from dataclasses import dataclass
 
 from kv8.formats.base import KVFormat
@@ -26,9 +24,15 @@ class LayerFormat:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The format of every layer with attention, in the model's order."""
+    """The format of every layer with attention, in the model's order.
+
+    Attributes:
+        layers: one entry a layer.
+        notes: what a reader of the log should know of how the plan came about.
+    """
 
     layers: tuple[LayerFormat, ...]
+    notes: tuple[str, ...] = ()
 
     def format(self, layer: int) -> KVFormat:
         """Return the format of layer ``layer``; raises `KeyError` for an unknown number."""
@@ -36,3 +40,16 @@ class LayerPlan:
             if entry.layer == layer:
                 return entry.format
         raise KeyError(layer)
+
+    @property
+    def quantized_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers whose keys and values are stored quantized."""
+        return tuple(entry.layer for entry in self.layers if entry.format.quantized)
+
+    def fingerprint(self) -> bytes:
+        """Return 16 bytes that differ whenever any layer's format differs.
+
+        Part of every prefix digest, beside `ModelScales.fingerprint`.
+        """
+        text = ";".join(f"{entry.layer}={entry.format.name}" for entry in self.layers)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()

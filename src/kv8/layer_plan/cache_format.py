@@ -1,0 +1,64 @@
+"""Which format the cache has: explicit option > checkpoint's declaration > model's dtype."""
+
+from kv8.errors import LayerPlanError, UnsupportedModelError
+from kv8.formats.base import ALIASES, FORMATS, KVFormat
+from kv8.scales.declaration import CacheDeclaration
+
+
+def resolve_cache_format(
+    option: str, declaration: CacheDeclaration | None, model_dtype: str
+) -> tuple[KVFormat, str]:
+    """Return the cache's format and a sentence that says what decided it.
+
+    Args:
+        option: the value of ``kv_cache_dtype``; an alias (``fp8``) becomes its concrete name.
+        declaration: what the checkpoint declares, if anything.
+        model_dtype: name of the weights' dtype.
+
+    Raises:
+        LayerPlanError: ``option`` or ``model_dtype`` is no format kv8 stores.
+        UnsupportedModelError: the checkpoint declares a scheme kv8 does not serve. An explicit
+            16-bit or 32-bit ``option`` is served all the same: it does not use the scheme.
+    """
+    if option != "auto":
+        return _explicit(option, declaration)
+    if declaration is not None:
+        _require_served(declaration)
+        chosen = _format(declaration.format, declaration.where)
+        return chosen, f"{chosen.name}: the checkpoint declares it ({declaration.where})."
+    chosen = _format(model_dtype, "the model's dtype")
+    return chosen, (
+        f"{chosen.name}: the model's dtype; no kv_cache_dtype was given and the checkpoint "
+        "declares none."
+    )
+
+
+def _explicit(option: str, declaration: CacheDeclaration | None) -> tuple[KVFormat, str]:
+    chosen = _format(option, "kv_cache_dtype")
+    alias = f" (fp8 is short for {chosen.name})" if option in ALIASES else ""
+    reason = f"{chosen.name}: kv_cache_dtype={option} was given{alias}"
+    if declaration is None:
+        return chosen, reason + "."
+    if chosen.quantized:
+        _require_served(declaration)
+    verb = "as the checkpoint declares" if chosen.name == declaration.format else "it overrides"
+    declared = "" if chosen.name == declaration.format else f" {declaration.format} declared in"
+    if declaration.refusal:
+        return chosen, f"{reason}; it overrides what {declaration.where} declares."
+    return chosen, f"{reason}; {verb}{declared} ({declaration.where})."
+
+
+def _require_served(declaration: CacheDeclaration) -> None:
+    if declaration.refusal:
+        raise UnsupportedModelError(
+            f"The checkpoint declares a KV cache that kv8 does not serve: {declaration.refusal}. "
+            f"An unquantized cache works: give kv_cache_dtype=bfloat16 (--kv-cache-dtype bfloat16)."
+        )
+
+
+def _format(name: str, what: str) -> KVFormat:
+    found = FORMATS.get(ALIASES.get(name, name))
+    if found is None:
+        allowed = ", ".join([*ALIASES, *FORMATS])
+        raise LayerPlanError(f"{what} is {name!r}, no format kv8 stores. Allowed: {allowed}.")
+    return found
