@@ -1,0 +1,92 @@
+"""Which attention backend serves a model: by name, or the first that can; the reason is logged."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kv8.attention.backend import AttentionBackend
+from kv8.attention.layer import LayerAttention
+from kv8.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A backend that may be chosen.
+
+    Attributes:
+        name: as the user writes it.
+        load: imports and returns it; raises `ImportError` with a reason where it cannot run.
+        character: what to expect of it, for the log.
+    """
+
+    name: str
+    load: Callable[[], AttentionBackend]
+    character: str
+
+
+def _load_reference() -> AttentionBackend:
+    from kv8.attention.reference import ReferenceBackend
+
+    return ReferenceBackend()
+
+
+# In order of preference: auto takes the first that loads and refuses no layer.
+_ENTRIES: Final = (
+    _Entry("reference", _load_reference, "plain torch: exact, runs anywhere, slower than a kernel"),
+)
+
+
+def select_backend(name: str, layers: Mapping[int, LayerAttention]) -> AttentionBackend:
+    """Return the backend called ``name``, or with ``auto`` the first that can serve ``layers``.
+
+    Raises:
+        RequestError: no such backend, or it cannot serve these layers here; the message has the
+            reason and the backends that can.
+    """
+    return _select(name, layers, _ENTRIES)
+
+
+def _select(
+    name: str, layers: Mapping[int, LayerAttention], entries: tuple[_Entry, ...]
+) -> AttentionBackend:
+    names = ", ".join([AUTO, *(entry.name for entry in entries)])
+    if name != AUTO and name not in {entry.name for entry in entries}:
+        raise RequestError(f"attention_backend={name!r} is not known. Allowed: {names}.")
+
+    refusals: list[str] = []
+    for entry in entries:
+        if name not in (AUTO, entry.name):
+            continue
+        backend, reason = _try(entry, layers)
+        if backend is None:
+            refusals.append(f"not {entry.name}: {reason}")
+            continue
+        why = "the first that can serve this model" if name == AUTO else "as asked"
+        parts = [f"attention backend {entry.name}: {why}", entry.character, *refusals]
+        logger.info("; ".join(parts))
+        return backend
+    able = [e.name for e in entries if e.name != name and _try(e, layers)[0] is not None]
+    raise RequestError(
+        f"attention_backend={name!r} cannot serve this model here ({'; '.join(refusals)}). "
+        f"Backends that can: {', '.join(able) or 'none'}."
+    )
+
+
+def _try(
+    entry: _Entry, layers: Mapping[int, LayerAttention]
+) -> tuple[AttentionBackend | None, str]:
+    """Return the entry's backend, or `None` and the reason why it cannot serve ``layers``."""
+    try:
+        backend = entry.load()
+    except ImportError as error:
+        return None, f"it cannot be loaded ({error})"
+    for number, layer in layers.items():
+        reason = backend.refuses(layer)
+        if reason is not None:
+            return None, f"layer {number}: {reason}"
+    return backend, ""
