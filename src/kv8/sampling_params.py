@@ -4,6 +4,7 @@ Names and meanings are vLLM's for everything both have.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,53 +13,60 @@ from kv8.errors import RequestError
 MAX_LOGPROBS = 20
 
 
+def _param(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of one request.
-
-    Attributes:
-        n: how many completions of the prompt.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_p: keep the most likely tokens whose probabilities sum to at least this, in (0, 1].
-        top_k: keep this many most likely tokens; 0 or -1 keeps all.
-        min_p: drop tokens less likely than this share of the most likely one, in [0, 1].
-        presence_penalty: subtracted from the logit of every token generated so far, in [-2, 2].
-        frequency_penalty: subtracted once for each time it was generated, in [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in the
-            prompt or the output; more than 0, 1 is off.
-        seed: makes the request repeatable whatever else runs beside it.
-        stop: strings that end the output; they are not part of it.
-        stop_token_ids: tokens that end the output.
-        ignore_eos: go on after the model's end token.
-        max_tokens: most tokens to generate; `None` for as many as fit.
-        min_tokens: no end token or stop string ends the output before this many tokens.
-        logprobs: report this many most likely tokens (and the chosen one) for each output token.
-        prompt_logprobs: the same for each prompt token after the first.
-        include_stop_str_in_output: keep the stop string that ended the output.
-        skip_special_tokens: leave special tokens out of the text.
+    """Sampling settings of one request. What each means stands beside it, for every reader.
 
     Raises:
         RequestError: a value is out of range, or two contradict each other.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | list[str] | tuple[str, ...] | None = None
-    stop_token_ids: list[int] | tuple[int, ...] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    n: int = _param(1, "How many completions of the prompt.")
+    temperature: float = _param(
+        1.0, "0 always takes the most likely token; otherwise logits are divided by it."
+    )
+    top_p: float = _param(
+        1.0, "Keep the most likely tokens that reach this probability together, in (0, 1]."
+    )
+    top_k: int = _param(0, "Keep this many most likely tokens; 0 or -1 keeps all.")
+    min_p: float = _param(
+        0.0, "Drop tokens less likely than this share of the most likely one, in [0, 1]."
+    )
+    presence_penalty: float = _param(
+        0.0, "Subtracted from the logit of every token generated so far, in [-2, 2]."
+    )
+    frequency_penalty: float = _param(
+        0.0, "Subtracted once for each time a token was generated, in [-2, 2]."
+    )
+    repetition_penalty: float = _param(
+        1.0,
+        "Divides positive and multiplies negative logits of tokens seen in the prompt or the "
+        "output; more than 0, and 1 is off.",
+    )
+    seed: int | None = _param(None, "Makes the request repeatable whatever else runs beside it.")
+    stop: str | list[str] | tuple[str, ...] | None = _param(
+        None, "Strings that end the output; they are not part of it."
+    )
+    stop_token_ids: list[int] | tuple[int, ...] | None = _param(None, "Tokens that end the output.")
+    ignore_eos: bool = _param(False, "Go on after the model's end token.")
+    max_tokens: int | None = _param(16, "Most tokens to generate; without a limit, as many as fit.")
+    min_tokens: int = _param(
+        0, "No end token, stop token or stop string ends the output before this many tokens."
+    )
+    logprobs: int | None = _param(
+        None,
+        "Report this many most likely tokens, and the chosen one, for each output token: the "
+        "model's own log probabilities, before temperature, penalties and truncation.",
+    )
+    prompt_logprobs: int | None = _param(None, "The same for each prompt token after the first.")
+    include_stop_str_in_output: bool = _param(
+        False, "Keep the stop string or stop token that ended the output in its text."
+    )
+    skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +84,8 @@ class SamplingParams:
             ("repetition_penalty", 0.0, math.inf),
         ):
             self._require_between(name, low, high)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
         self._require(self.n >= 1, "n", "at least 1")
         self._require(self.top_p > 0, "top_p", "more than 0 and at most 1")
         self._require(self.repetition_penalty > 0, "repetition_penalty", "more than 0")
@@ -99,18 +109,23 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def _stop_strings(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
+        strings = [self.stop] if isinstance(self.stop, str) else self._listed("stop")
+        for text in strings:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}.")
-        return stop
+        return tuple(strings)
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        ids = tuple(self.stop_token_ids or ())
+        ids = self._listed("stop_token_ids")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise RequestError(f"stop_token_ids must hold token numbers, got {token!r}.")
-        return ids
+        return tuple(ids)
+
+    def _listed(self, name: str) -> Sequence[Any]:
+        value = getattr(self, name)
+        self._require(value is None or isinstance(value, list | tuple), name, "a list")
+        return value or ()
 
     def _require(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
@@ -130,4 +145,4 @@ class SamplingParams:
         self._require(valid and math.isfinite(value) and low <= value <= high, name, allowed)
 
 
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.init)
+SAMPLING_FIELDS = {f.name: f for f in fields(SamplingParams) if f.init}

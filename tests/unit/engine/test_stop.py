@@ -9,8 +9,6 @@ from kv8.engine.stop import OutputText, Stop, StopStrings
 from kv8.sampling_params import SamplingParams
 from text_tokenizers import byte_level
 
-END = 9_000
-
 
 def feed(stops: StopStrings, parts: list[str], armed_from: int = 0) -> tuple[list[str], str | None]:
     released = []
