@@ -1,0 +1,137 @@
+"""A cache of folders that are made once: whole or absent, whoever makes them and however it ends.
+
+A folder is built under a temporary name beside its place and renamed when complete, under a lock
+that the operating system drops with the process. Two processes never build the same folder; what a
+killed one left is removed by the next.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kv8.errors import SourceError
+from kv8.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+PROVENANCE = "kv8_source.json"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def cache_root() -> Path:
+    """Return the cache folder: ``$KV8_CACHE``, else ``$XDG_CACHE_HOME/kv8``, else ~/.cache/kv8."""
+    if own := os.environ.get("KV8_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kv8"
+
+
+def cached_folder(
+    name: str,
+    provenance: Mapping[str, Any],
+    build: Callable[[Path, Path], None],
+    *,
+    needed_bytes: int,
+) -> Path:
+    """Return the cached folder ``name``, building it first if it is absent or damaged.
+
+    Args:
+        name: names the folder and everything that decides its content: other content, other name.
+        provenance: kept in the folder, for whoever wonders where it came from.
+        build: called as ``build(target, scratch)``; fills the empty folder ``target`` and may use
+            ``scratch``, which is removed afterwards.
+        needed_bytes: disk space the build takes at its peak.
+
+    Raises:
+        SourceError: the cache cannot be written, or the disk is too full.
+    """
+    folder = cache_root() / name
+    if _is_complete(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f"{name}.lock"), name):
+            if not _is_complete(folder):
+                _build(folder, provenance, build, needed_bytes)
+    except OSError as error:
+        raise _explain(error, folder, needed_bytes) from error
+    return folder
+
+
+def _build(
+    folder: Path,
+    provenance: Mapping[str, Any],
+    build: Callable[[Path, Path], None],
+    needed_bytes: int,
+) -> None:
+    # The lock is ours, so whoever made these is gone.
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    try:
+        target = scratch / "result"
+        target.mkdir()
+        build(target, scratch)
+        sizes = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
+        seal = target / PROVENANCE
+        seal.write_text(json.dumps({**provenance, "files": sizes}, indent=2), encoding="utf-8")
+        for path in (*target.iterdir(), target):
+            _flush(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        target.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether ``folder`` has its provenance and every file in it has the size it was made with."""
+    try:
+        sizes = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _flush(path: Path) -> None:
+    """Write ``path`` through to the disk, so that a rename never outlives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path, name: str) -> Iterator[None]:
+    # The file stays: removing it would let two processes lock two files of one name.
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is preparing %s; waiting for it", name)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _explain(error: OSError, folder: Path, needed_bytes: int) -> SourceError:
+    remedy = "or set KV8_CACHE to a folder on another disk"
+    if error.errno in _NO_SPACE:
+        return SourceError(
+            f"The disk is too full to prepare {folder}: about {format_bytes(needed_bytes)} are "
+            f"needed. Free some space {remedy}."
+        )
+    return SourceError(
+        f"The cache folder {folder.parent} cannot be used ({error}). Make it writable {remedy}."
+    )

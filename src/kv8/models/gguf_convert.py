@@ -1,0 +1,68 @@
+"""Convert a GGUF file to a Hugging Face folder: config, weights, tokenizer, end tokens."""
+
+import json
+from pathlib import Path
+
+import torch
+from gguf import GGMLQuantizationType
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kv8.models.gguf_architectures import read_config
+from kv8.models.gguf_file import GGUFFile, open_gguf
+from kv8.models.gguf_tokenizer import end_tokens, write_tokenizer
+from kv8.models.gguf_weights import write_weights
+
+# Part of the name of every converted folder: raise it when a conversion's result changes.
+CONVERTER_VERSION = 1
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Write the model in the GGUF file ``path`` to the existing empty ``folder``.
+
+    Weights are unpacked in float32, then rounded once to the model's dtype: float32 if the file
+    holds nothing narrower, bfloat16 otherwise. Float16 files become bfloat16 as well: they nearly
+    always come from bfloat16 weights, and activations in float16 overflow in many models.
+
+    Raises:
+        ModelError: the file is damaged, incomplete, or of a kind that cannot be converted.
+    """
+    with open_gguf(path) as file:
+        architecture, entries = read_config(file)
+        config = AutoConfig.for_model(
+            architecture.model_type,
+            **entries,
+            architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture.model_type]],
+            dtype=_dtype(file),
+        )
+        config.save_pretrained(folder)
+        write_tokenizer(file, folder)
+        _write_generation_config(file, config, folder)
+        write_weights(file, architecture, config, folder)
+
+
+def converted_bytes(path: Path) -> int:
+    """Return about how many bytes `convert_gguf` will write for ``path``."""
+    with open_gguf(path) as file:
+        num_values = sum(_num_values(tensor.shape) for tensor in file.tensors.values())
+        return int(num_values * _dtype(file).itemsize * 1.05) + 2**26
+
+
+def _num_values(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _dtype(file: GGUFFile) -> torch.dtype:
+    matrices = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return torch.float32 if matrices == {GGMLQuantizationType.F32} else torch.bfloat16
+
+
+def _write_generation_config(file: GGUFFile, config: PretrainedConfig, folder: Path) -> None:
+    ends = end_tokens(file)
+    entries = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": config.pad_token_id,
+    }
+    present = {name: value for name, value in entries.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(present, indent=2) + "\n")
