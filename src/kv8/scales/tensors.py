@@ -119,6 +119,8 @@ def _keys(file: Path) -> list[str]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
             f"{file} is no complete safetensors file ({error}). Fetch or write it again."
