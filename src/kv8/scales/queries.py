@@ -66,9 +66,8 @@ def decide_queries(
         )
     if expected:
         return QueryDecision(
-            warning=f"FP8 attention is off, queries stay unquantized: there is no q scale "
-            f"in {layer_list(lacking)}, though others have one or the checkpoint declares quantized "
-            "queries."
+            warning="FP8 attention is off, queries stay unquantized: there is no q scale in "
+            f"{layer_list(lacking)}, though others have one or the checkpoint declares them."
         )
     return QueryDecision(reason="FP8 attention is off: there are no calibrated q scales.")
 
@@ -107,8 +106,9 @@ def _insist(
     if strict:
         raise ScaleError(
             f"query_dtype=fp8 needs a q scale in every layer, but there is none in "
-            f"{layer_list(lacking)}, though others have one or the checkpoint declares them. Give them with kv_scales, use "
-            "query_dtype=native, or missing_scales=default to go on with 1.0."
+            f"{layer_list(lacking)}, though others have one or the checkpoint declares them. Give "
+            "them with kv_scales, use query_dtype=native, or accept 1.0 with "
+            "missing_scales=default."
         )
     default = Scale((1.0,), Origin(OriginKind.DEFAULT, "1.0"))
     return QueryDecision(
