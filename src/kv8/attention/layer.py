@@ -12,8 +12,8 @@ from kv8.geometry import LayerGeometry
 class LayerCounters:
     """Running counts of one layer's store, on the cache's device; int64 [4] each.
 
-    Entries: values stored, saturated (magnitude beyond the format's finite range), underflowed to
-    zero (non-zero before), not a number. All zero for a format that is not quantized.
+    Entries, those of `kv8.formats.encode.COUNTED`: values stored, saturated (magnitude beyond the
+    format's finite range), underflowed to zero (non-zero before), not a number.
     """
 
     k: torch.Tensor
@@ -34,7 +34,8 @@ class LayerAttention:
         k_scale: float32 [K], or `None` when the format is not quantized.
         v_scale: float32 [K], or `None` likewise.
         q_scale: float32 [H] when queries are quantized (FP8 attention), else `None`.
-        counters: where `store` counts, or `None` when the format is not quantized.
+        counters: where `store` counts. `None` where storing loses nothing: in the model's dtype
+            and in float32. Another 16-bit type than the model's saturates and underflows too.
 
     Scale tensors keep their address for the life of the engine and are updated in place.
     """

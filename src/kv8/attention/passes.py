@@ -7,8 +7,8 @@ from typing import Final
 from kv8.attention.batch import AttentionBatch
 from kv8.geometry import LayerGeometry
 
-# Elements of the keys of one pass widened to float32 (16 MiB); its values take as much again.
-MAX_WIDENED: Final = 2**22
+# Elements of the keys of one pass widened to float32 (4 MiB); its values take as much again.
+MAX_WIDENED: Final = 2**20
 
 
 @dataclass(frozen=True)

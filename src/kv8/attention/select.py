@@ -1,7 +1,7 @@
 """Which attention backend serves a model: by name, or the first that can; the reason is logged."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ AUTO: Final = "auto"
 
 
 @dataclass(frozen=True)
-class _Entry:
+class BackendEntry:
     """A backend that may be chosen.
 
     Attributes:
@@ -36,28 +36,30 @@ def _load_reference() -> AttentionBackend:
 
 
 # In order of preference: auto takes the first that loads and refuses no layer.
-_ENTRIES: Final = (
-    _Entry("reference", _load_reference, "plain torch: exact, runs anywhere, slower than a kernel"),
+ENTRIES: Final = (
+    BackendEntry(
+        "reference", _load_reference, "plain torch: exact, runs anywhere, slower than a kernel"
+    ),
 )
 
 
-def select_backend(name: str, layers: Mapping[int, LayerAttention]) -> AttentionBackend:
+def check_backend_name(name: str, entries: Sequence[BackendEntry] = ENTRIES) -> None:
+    """Raise `RequestError` if no backend is called ``name``; loads none."""
+    names = [AUTO, *(entry.name for entry in entries)]
+    if name not in names:
+        raise RequestError(f"attention_backend={name!r} is not known. Allowed: {', '.join(names)}.")
+
+
+def select_backend(
+    name: str, layers: Sequence[LayerAttention], entries: Sequence[BackendEntry] = ENTRIES
+) -> AttentionBackend:
     """Return the backend called ``name``, or with ``auto`` the first that can serve ``layers``.
 
     Raises:
         RequestError: no such backend, or it cannot serve these layers here; the message has the
             reason and the backends that can.
     """
-    return _select(name, layers, _ENTRIES)
-
-
-def _select(
-    name: str, layers: Mapping[int, LayerAttention], entries: tuple[_Entry, ...]
-) -> AttentionBackend:
-    names = ", ".join([AUTO, *(entry.name for entry in entries)])
-    if name != AUTO and name not in {entry.name for entry in entries}:
-        raise RequestError(f"attention_backend={name!r} is not known. Allowed: {names}.")
-
+    check_backend_name(name, entries)
     refusals: list[str] = []
     for entry in entries:
         if name not in (AUTO, entry.name):
@@ -78,15 +80,15 @@ def _select(
 
 
 def _try(
-    entry: _Entry, layers: Mapping[int, LayerAttention]
+    entry: BackendEntry, layers: Sequence[LayerAttention]
 ) -> tuple[AttentionBackend | None, str]:
     """Return the entry's backend, or `None` and the reason why it cannot serve ``layers``."""
     try:
         backend = entry.load()
     except ImportError as error:
         return None, f"it cannot be loaded ({error})"
-    for number, layer in layers.items():
+    for layer in layers:
         reason = backend.refuses(layer)
         if reason is not None:
-            return None, f"layer {number}: {reason}"
+            return None, f"layer {layer.geometry.layer}: {reason}"
     return backend, ""

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Final
 
 import torch
+from torch.nn.functional import pad
 
 from kv8.formats.base import FP8_E4M3, KVFormat
 
@@ -62,10 +63,11 @@ def encode_counting(
     saturated = magnitude > kv_format.finite_max
     # Half the smallest code lies between it and zero; the tie goes to the even one, zero.
     underflowed = (magnitude <= kv_format.smallest / 2) & (values != 0)
-    if scaled.dtype == codes.dtype:  # held exactly
-        saturated, underflowed = torch.zeros_like(saturated), torch.zeros_like(underflowed)
-    events = torch.stack([torch.ones_like(saturated), saturated, underflowed, scaled.isnan()])
-    return codes, events.flatten(1).sum(1)
+    events = [saturated, underflowed, scaled.isnan()]
+    if scaled.dtype == codes.dtype:  # held exactly: nothing can be lost
+        events[:2] = [torch.zeros_like(saturated)] * 2
+    counts = torch.stack([event.count_nonzero() for event in events])
+    return codes, pad(counts, (1, 0), value=values.numel())
 
 
 def decode(
