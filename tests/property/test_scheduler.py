@@ -2,9 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.engine.scheduling import make_request, make_scheduler, run_step
 
 from kv8.cache.capacity import longest_sequence
-from tests.unit.engine.scheduling import make_request, make_scheduler, run_step
 
 
 @st.composite

@@ -73,7 +73,7 @@ class Completion:
     def accept(self, sampled: SampledToken) -> FinishReason | None:
         """Take the next token; return why the completion ends with it, or `None`."""
         token = sampled.token_id
-        assert token is not None, "a row without a token ends its request and is not accepted"
+        assert token is not None, "a row without a token ends its completion and is not accepted"
         self.request.token_ids.append(token)
         self.output.token_ids.append(token)
         if self.output.logprobs is not None and sampled.logprobs is not None:
@@ -89,7 +89,7 @@ class Completion:
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> None:
         """Close the output; ``error`` says what failed."""
-        if not isinstance(self.output.stop_reason, str):
+        if reason != "error" and not isinstance(self.output.stop_reason, str):
             self._text.finish()
         self.output.text = self._text.text
         self.output.finish_reason = reason
@@ -128,7 +128,8 @@ class CompletionGroup:
     def add_prompt_logits(self, logits: torch.Tensor) -> None:
         """Take the logits (float32 [R, V]) of the next R prompt positions."""
         reports = self.output.prompt_logprobs
-        assert reports is not None and self._num_prompt_logprobs is not None
+        assert reports is not None
+        assert self._num_prompt_logprobs is not None
         tokens = self.output.prompt_token_ids[len(reports) : len(reports) + logits.shape[0]]
         counts = [self._num_prompt_logprobs] * len(tokens)
         reports += [

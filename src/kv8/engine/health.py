@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv8.engine.counters import LayerStoreCounts, StoreCounts
+from kv8.engine.counters import CacheCounters, LayerStoreCounts, StoreCounts
 from kv8.layer_plan import LayerPlan
 from kv8.scales.scale import ModelScales, OriginKind, Scale
 
@@ -71,16 +71,16 @@ class CacheHealth:
         self._scales = scales
         self.warned = False
 
-    def check(self, counts: Mapping[int, LayerStoreCounts], *, during: str) -> None:
+    def check(self, counters: CacheCounters, *, during: str) -> None:
         """Warn if a layer clips too much and no warning was given yet.
 
         Args:
-            counts: what was stored so far, by layer.
+            counters: what was stored so far; not read once a warning was given.
             during: what was being stored, for the message.
         """
         if self.warned:
             return
-        found = find_saturation(counts, self._scales)
+        found = find_saturation(counters.read(), self._scales)
         if found:
             self.warned = True
             logger.warning("%s", self._message(found, during))

@@ -4,20 +4,35 @@ Letters as in docs/architecture.md: T new tokens, R rows of logits, H query head
 V vocabulary.
 """
 
+import enum
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 
-from kv8.attention.backend import AttentionBackend
 from kv8.attention.layer import LayerAttention
 from kv8.attention.select import select_backend
-from kv8.cache.layout import CacheLayout
 from kv8.cache.pool import KVPool
 from kv8.engine.batch_builder import StepInput
 from kv8.engine.counters import CacheCounters
-from kv8.errors import ScaleError
-from kv8.geometry import ModelGeometry
-from kv8.layer_plan import LayerPlan
+from kv8.engine.resolve import ResolvedConfig, find_scales
+from kv8.errors import RequestError
 from kv8.models.hook import HookedModel
-from kv8.scales.scale import ModelScales, Scale
+from kv8.scales.scale import ModelScales, OriginKind, Scale
+
+logger = logging.getLogger(__name__)
+
+
+class ScaleStatus(enum.Enum):
+    """How the cache's scales stand to the weights in use."""
+
+    NOT_NEEDED = "not needed"
+    CALIBRATED = "calibrated"
+    UNCALIBRATED = "uncalibrated"
+    STALE = "stale"
 
 
 class Runner:
@@ -25,40 +40,54 @@ class Runner:
 
     Args:
         model: the loaded model.
-        plan: format of each layer.
-        layout: how the cache is laid out.
-        scales: complete for every quantized layer; with q scales if ``fp8_queries``.
-        fp8_queries: whether queries are quantized too (FP8 attention).
-        num_blocks: blocks to allocate.
-        backend: name of the attention backend, or ``auto``.
+        config: what to serve it with.
+
+    Attributes:
+        pool: the cache's tensors.
+        layers: by layer number, what the backend needs to know of it.
+        counters: what the stores did to the values.
+        scales: the scales in use, with their origins.
+        backend: stores and attends.
 
     Raises:
         CapacityError: the memory for the cache cannot be allocated.
         RequestError: the backend cannot serve a layer; the message says which and why.
     """
 
-    def __init__(
-        self,
-        model: HookedModel,
-        *,
-        plan: LayerPlan,
-        layout: CacheLayout,
-        scales: ModelScales,
-        fp8_queries: bool,
-        num_blocks: int,
-        backend: str = "auto",
-    ) -> None:
+    def __init__(self, model: HookedModel, config: ResolvedConfig) -> None:
         self.model = model
-        geometry = model.geometry
-        self.pool = KVPool(layout, geometry, plan, num_blocks, model.device)
+        self.scales = config.scales
+        self._config = config
+        self._stale = False
+        self._num_weight_updates = 0
+        geometry, plan = config.geometry, config.plan
+        self.pool = KVPool(config.layout, geometry, plan, config.capacity.num_blocks, model.device)
         self.counters = CacheCounters(
             (e.layer for e in geometry.kv_layers if plan.format(e.layer).quantized), model.device
         )
-        self.layers = {
-            entry.layer: self._layer(entry.layer, geometry, plan, layout, scales, fp8_queries)
-            for entry in geometry.layers
-        }
-        self.backend: AttentionBackend = select_backend(backend, list(self.layers.values()))
+        self.layers = {layer.layer: self._layer(layer.layer) for layer in geometry.layers}
+        self.backend = select_backend(config.options.attention_backend, list(self.layers.values()))
+
+    @property
+    def scale_status(self) -> ScaleStatus:
+        """How the cache's scales stand to the weights in use."""
+        origins = [s.origin.kind for _, layer in self.scales for s in (layer.k, layer.v) if s]
+        if not origins:
+            return ScaleStatus.NOT_NEEDED
+        if OriginKind.DEFAULT in origins:
+            return ScaleStatus.UNCALIBRATED
+        return ScaleStatus.STALE if self._stale else ScaleStatus.CALIBRATED
+
+    def cache_key(self) -> bytes:
+        """Return what stored bytes depend on besides tokens, as a digest."""
+        parts = [
+            self._config.source.name,
+            *(f"{entry.layer} {entry.format.name}" for entry in self._config.plan.layers),
+            self.scales.fingerprint().hex(),
+            "fp8 queries" if self._config.fp8_queries else "native queries",
+            str(self._num_weight_updates),
+        ]
+        return hashlib.blake2b("\n".join(parts).encode()).digest()
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> torch.Tensor:
@@ -66,67 +95,90 @@ class Runner:
         with self.model.bound(step.attention, self.layers, self.backend):
             return self.model.forward(step.input_ids, step.positions, step.rows)
 
-    def set_scales(self, scales: ModelScales) -> None:
-        """Write new scales over those in use; what is stored under the old ones must be dropped.
+    def set_scales(self, kv_scales: str | Path | Mapping[str, Any]) -> None:
+        """Use other scales; what is stored under the old ones must be dropped.
 
-        The tensors keep their addresses, since compiled code may hold them.
+        They are written over the old ones: compiled code may hold the tensors' addresses.
 
         Raises:
-            ScaleError: a scale that is in use would go missing; nothing is changed then.
+            ScaleError: a scale is missing, unbound or invalid; nothing is changed then.
         """
-        updates = []
-        for number, layer in self.layers.items():
-            stored = scales.layer(layer.geometry.kv_source)
-            for target, scale, name in (
-                (layer.q_scale, scales.layer(number).q, "q"),
-                (layer.k_scale, stored.k, "k"),
-                (layer.v_scale, stored.v, "v"),
-            ):
-                if target is None:
-                    continue
-                if scale is None:
-                    raise ScaleError(
-                        f"Layer {number} has no {name} scale among the new scales, and it is "
-                        f"stored as {layer.format.name}. Give one for every quantized layer."
-                    )
-                updates.append((target, _expand(scale, target.numel(), target.device)))
-        for target, values in updates:
-            target.copy_(values)
+        self._use_scales(find_scales(self._config, kv_scales))
 
-    def _layer(
+    def update_weights(
         self,
-        number: int,
-        geometry: ModelGeometry,
-        plan: LayerPlan,
-        layout: CacheLayout,
-        scales: ModelScales,
-        fp8_queries: bool,
-    ) -> LayerAttention:
-        layer = geometry.layer(number)
+        weights: Mapping[str, torch.Tensor],
+        kv_scales: str | Path | Mapping[str, Any] | None,
+    ) -> None:
+        """Replace weights by name, and the scales if given; all that is stored must be dropped.
+
+        Raises:
+            RequestError: a name is no weight of the model, or a shape differs; nothing is changed.
+            ScaleError: the scales are not valid; nothing is changed.
+        """
+        targets = self.model.module.state_dict()
+        for name, values in weights.items():
+            if name not in targets:
+                raise RequestError(f"{name} is not a weight of this model.")
+            if values.shape != targets[name].shape:
+                raise RequestError(
+                    f"{name} has shape {list(values.shape)}, the model's has "
+                    f"{list(targets[name].shape)}."
+                )
+        scales = None if kv_scales is None else find_scales(self._config, kv_scales)
+        with torch.no_grad():
+            for name, values in weights.items():
+                targets[name].copy_(values)
+        self._num_weight_updates += 1
+        if scales is not None:
+            self._use_scales(scales)
+        elif self.scale_status is ScaleStatus.CALIBRATED:
+            self._stale = True
+            logger.warning(
+                "The weights were replaced, but the KV cache keeps the scales calibrated for the "
+                "old ones: they are stale. Give scales for the new weights with kv_scales."
+            )
+
+    def _use_scales(self, scales: ModelScales) -> None:
+        for number, layer in self.layers.items():
+            fresh = scales.layer(number)
+            for target, scale in (
+                (layer.q_scale, fresh.q),
+                (layer.k_scale, fresh.k),
+                (layer.v_scale, fresh.v),
+            ):
+                if target is not None:
+                    target.copy_(_expand(scale, target.numel()))
+        self.scales = scales
+        self._stale = False
+
+    def _layer(self, number: int) -> LayerAttention:
+        config, device = self._config, self.model.device
+        layer = config.geometry.layer(number)
         source = layer.kv_source  # whose keys and values this layer reads
-        stored_format = plan.format(source)
+        stored_format = config.plan.format(source)
         quantized = stored_format.quantized
-        stored = scales.layer(source)
-        k_codes, v_codes = self.pool.codes(source)
-        num_kv_heads, device = layer.num_kv_heads, self.model.device
+        scales = config.scales.layer(number)
 
-        def scale(wanted: bool, value: Scale | None, heads: int) -> torch.Tensor | None:
-            return _expand(value, heads, device) if wanted and value is not None else None
+        def scale(wanted: bool, given: Scale | None, num_heads: int) -> torch.Tensor | None:
+            return _expand(given, num_heads).to(device) if wanted else None
 
+        k_codes, v_codes = self.pool.codes(number)
         return LayerAttention(
             geometry=layer,
-            group=layout.group_of(source),
+            group=config.layout.group_of(number),
             format=stored_format,
             k_codes=k_codes,
             v_codes=v_codes,
-            k_scale=scale(quantized, stored.k, num_kv_heads),
-            v_scale=scale(quantized, stored.v, num_kv_heads),
-            q_scale=scale(quantized and fp8_queries, scales.layer(number).q, layer.num_heads),
+            k_scale=scale(quantized, scales.k, layer.num_kv_heads),
+            v_scale=scale(quantized, scales.v, layer.num_kv_heads),
+            q_scale=scale(quantized and config.fp8_queries, scales.q, layer.num_heads),
             counters=self.counters.layer(source) if quantized else None,
         )
 
 
-def _expand(scale: Scale, num_heads: int, device: torch.device) -> torch.Tensor:
+def _expand(scale: Scale | None, num_heads: int) -> torch.Tensor:
     """Return ``scale`` as float32 [num_heads], one value a head whatever its granularity."""
-    values = torch.tensor(scale.values, dtype=torch.float32, device=device)
-    return values.expand(num_heads).contiguous() if len(scale.values) == 1 else values
+    assert scale is not None, "resolve_scales gives every quantized layer all of its scales"
+    values = torch.tensor(scale.values, dtype=torch.float32)
+    return values.expand(num_heads).clone() if len(scale.values) == 1 else values

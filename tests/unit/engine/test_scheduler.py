@@ -1,10 +1,11 @@
 """The scheduler's rules one by one, over a real cache manager and no model."""
 
 import pytest
+from tests.unit.engine.scheduling import finish_all, make_request, make_scheduler, run_step
+
 from kv8.engine.request import RequestState
 from kv8.engine.scheduler import PROMPT_LOGITS_CHUNK
 from kv8.errors import EngineError
-from tests.unit.engine.scheduling import finish_all, make_request, make_scheduler, run_step
 
 
 def shares(chunks):

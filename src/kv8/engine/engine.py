@@ -1,0 +1,299 @@
+"""The engine: requests in, tokens out, one step at a time. Everything it owns hangs on the object.
+
+A step: the scheduler picks the work, the batch builder makes tensors of it, the runner computes
+logits over the quantized cache, the sampler chooses tokens, each completion takes its own.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kv8.cache.manager import CacheManager
+from kv8.engine.batch_builder import BatchBuilder, StepInput
+from kv8.engine.completion import Completion, CompletionContext, CompletionGroup
+from kv8.engine.counters import EngineCounters
+from kv8.engine.detokenizer import TokenDecoder
+from kv8.engine.end_tokens import find_end_tokens
+from kv8.engine.health import CacheHealth
+from kv8.engine.intake import Intake
+from kv8.engine.resolve import resolve_options
+from kv8.engine.runner import Runner, ScaleStatus
+from kv8.engine.sampler import SampledToken, sample
+from kv8.engine.scheduler import ScheduledChunk, Scheduler
+from kv8.engine.warm_up import warm_up
+from kv8.errors import KV8Error, RequestError
+from kv8.models.load import load_model
+from kv8.models.tokenizer import load_tokenizer
+from kv8.options import EngineOptions
+from kv8.outputs import FinishReason, RequestOutput
+from kv8.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL = 32  # steps between looks at the counters, which cost a copy from the device
+
+
+class Engine:
+    """One model, one quantized cache, and the requests they serve.
+
+    Args:
+        options: what the user wants.
+        check_invariants: prove after every step that no block is lost or owned twice (slow).
+
+    Attributes:
+        config: what the options came to, with reasons.
+        tokenizer: the model's.
+        counters: what has been done so far.
+
+    Raises:
+        RequestError: the options do not fit the model; see `kv8.engine.resolve.resolve_options`.
+    """
+
+    def __init__(self, options: EngineOptions, *, check_invariants: bool = False) -> None:
+        self.config = config = resolve_options(options)
+        self.tokenizer = load_tokenizer(config.source, options.tokenizer)
+        model = load_model(
+            config.source, config.model_config, config.geometry, config.dtype, device=config.device
+        )
+        self.runner = Runner(model, config)
+        logger.info("Effective settings:\n%s\n  KV cache: %s", config.describe(), self.runner.pool)
+        for warning in config.warnings:
+            logger.warning("%s", warning)
+        self.counters = EngineCounters()
+        self.cache = CacheManager(
+            config.layout,
+            config.capacity.num_blocks,
+            enable_prefix_caching=options.enable_prefix_caching,
+            digest_key=self.runner.cache_key(),
+        )
+        self._builder = BatchBuilder(
+            self.cache,
+            num_groups=len(config.layout.groups),
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_blocks=-(-config.max_model_len // options.block_size),
+            device=model.device,
+        )
+        self._scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+        self._health = CacheHealth(config.plan, config.scales, options.skip_layers)
+        self._intake = Intake(
+            CompletionContext(
+                TokenDecoder(self.tokenizer),
+                find_end_tokens(model, self.tokenizer),
+                config.geometry.vocab_size,
+            ),
+            max_model_len=config.max_model_len,
+            share_prompts=options.enable_prefix_caching,
+            seed=options.seed,
+        )
+        self._groups: dict[str, CompletionGroup] = {}
+        self._by_sequence: dict[int, tuple[CompletionGroup, Completion]] = {}
+        self._check_invariants = check_invariants
+        warm_up(
+            self.runner,
+            self.cache,
+            self._builder,
+            self._health,
+            max_model_len=config.max_model_len,
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a running request had to give up its blocks and start over."""
+        return self._scheduler.num_preemptions
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+    ) -> None:
+        """Queue a request under a name not in use; `step` works on it.
+
+        ``prompt`` is the prompt's text, if there is one, handed back with the output.
+
+        Raises:
+            RequestError: the name is in use, or the prompt cannot be served; says what could.
+        """
+        if request_id in self._groups:
+            raise RequestError(f"request_id={request_id!r} is in use. Give each request its own.")
+        group = self._intake.open(request_id, prompt_token_ids, params, prompt=prompt)
+        self._groups[request_id] = group
+        for completion in group.completions:
+            self._by_sequence[completion.request.sequence] = (group, completion)
+            self._scheduler.add(completion.request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; return the requests that gained tokens or ended, oldest first.
+
+        Each request has one output object, brought up to date with every step. A failure ends the
+        requests it concerns with reason ``error``; the others go on.
+        """
+        chunks: list[ScheduledChunk] = []
+        try:
+            chunks = self._scheduler.schedule()
+            if not chunks:
+                return []
+            step = self._builder.build(chunks, self._scheduler.running)
+            outputs = self._take(chunks, step, self.runner.run(step))
+        except Exception as error:  # noqa: BLE001 - whatever failed must not take the others along
+            outputs = self._fail(chunks, error)
+        except BaseException as error:  # an interrupt goes on, but leaves the engine in order
+            self._fail(chunks, error)
+            raise
+        self.counters.steps += 1
+        self.counters.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
+        if self.counters.steps % _HEALTH_INTERVAL == 0 or any(o.finished for o in outputs):
+            self._health.check(self.runner.counters, during="so far")
+        if self._check_invariants:
+            self.check_invariants()
+        return outputs
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now, with reason ``abort``; return its output, `None` if there is none."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for completion in group.completions:
+            if not completion.request.finished:
+                self._end(completion, "abort")
+        return self._publish([group])[0]
+
+    def set_scales(self, kv_scales: str | Path | Mapping[str, Any]) -> None:
+        """Use other K and V scales from now on.
+
+        Stored prefixes are dropped; running requests keep what they have generated, and recompute
+        what they stored. ``kv_scales`` is what `EngineOptions.kv_scales` takes.
+
+        Raises:
+            ScaleError: a scale is missing, unbound or invalid; nothing is changed then.
+        """
+        self.runner.set_scales(kv_scales)
+        self._drop_stored()
+
+    def update_weights(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        kv_scales: str | Path | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Replace weights by name; the cache forgets all it stored under the old ones.
+
+        Calibrated scales belong to the weights they were measured with. Without ``kv_scales`` they
+        stay in use, `scale_status` says ``stale``, and a warning is logged.
+
+        Raises:
+            RequestError: a name is not a weight of the model, or a shape differs; nothing is
+                changed then.
+            ScaleError: the scales are not valid; nothing is changed then.
+        """
+        self.runner.update_weights(weights, kv_scales)
+        self._drop_stored()
+
+    @property
+    def scale_status(self) -> ScaleStatus:
+        """Whether the cache's scales fit the weights in use."""
+        return self.runner.scale_status
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` if queues, block tables or reference counts contradict."""
+        self.cache.check_invariants()
+        self._scheduler.check_invariants()
+        queued = {r.sequence for r in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert queued == self._by_sequence.keys(), "a request is lost between engine and scheduler"
+
+    def _take(
+        self, chunks: Sequence[ScheduledChunk], step: StepInput, logits: torch.Tensor
+    ) -> list[RequestOutput]:
+        """Record a computed step, choose the next tokens (``logits`` is float32 [R, V])."""
+        sampled: list[tuple[CompletionGroup, Completion]] = []
+        last_rows: list[int] = []
+        row = 0
+        for chunk, num_rows in zip(chunks, step.row_counts, strict=True):
+            group, completion = self._by_sequence[chunk.request.sequence]
+            self._scheduler.commit(chunk)
+            num_prompt_rows = num_rows - int(chunk.reaches_end)
+            if num_prompt_rows:
+                group.add_prompt_logits(logits[row : row + num_prompt_rows])
+                chunk.request.num_prompt_logits += num_prompt_rows
+            row += num_rows
+            if chunk.reaches_end:
+                sampled.append((group, completion))
+                last_rows.append(row - 1)
+        wanted = logits if len(last_rows) == row else logits[last_rows]
+        outcomes = sample(wanted, [completion.sampling for _, completion in sampled])
+        for (_, completion), outcome in zip(sampled, outcomes, strict=True):
+            self._accept(completion, outcome)
+        return self._publish(group for group, _ in sampled)
+
+    def _accept(self, completion: Completion, outcome: SampledToken) -> None:
+        if outcome.error is not None:
+            self._end(completion, "error", outcome.error)
+            return
+        try:
+            reason = completion.accept(outcome)
+        except Exception as error:  # noqa: BLE001 - only this completion's text is concerned
+            self._end(completion, "error", _explain(error))
+            return
+        self.counters.generated_tokens += 1
+        if reason is not None:
+            self._end(completion, reason)
+
+    def _end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+        self._scheduler.finish(completion.request, reason)
+        del self._by_sequence[completion.request.sequence]
+        self.counters.count_finished(reason)
+        self.counters.cached_prompt_tokens += completion.request.num_cached_tokens or 0
+        completion.end(reason, error=error)
+
+    def _fail(self, chunks: Sequence[ScheduledChunk], error: BaseException) -> list[RequestOutput]:
+        """End the requests that ``error`` concerns: those of the step, or if none were picked
+        yet, those whose turn it was.
+        """
+        explanation = _explain(error)
+        self.counters.failed_steps += 1
+        concerned = [chunk.request for chunk in chunks]
+        if not concerned:
+            concerned = [*self._scheduler.running, *self._scheduler.waiting[:1]]
+        failed = [
+            self._by_sequence[request.sequence]
+            for request in concerned
+            if request.sequence in self._by_sequence
+        ]
+        for _, completion in failed:
+            self._end(completion, "error", explanation)
+        return self._publish(group for group, _ in failed)
+
+    def _publish(self, groups: Iterable[CompletionGroup]) -> list[RequestOutput]:
+        """Return the groups' outputs, each once, and let go of those that have ended."""
+        outputs = [group.refresh() for group in dict.fromkeys(groups)]
+        for output in outputs:
+            if output.finished:
+                del self._groups[output.request_id]
+        return outputs
+
+    def _drop_stored(self) -> None:
+        self._scheduler.preempt_all()
+        self.cache.reset(self.runner.cache_key())
+        self._health.scales_changed(self.runner.scales)
+
+
+def _explain(error: BaseException) -> str:
+    """Log a failure, where it happened at debug level, and return it in a line for the user."""
+    line = str(error) if isinstance(error, KV8Error) else f"{type(error).__name__}: {error}"
+    logger.error("A step failed: %s", line)
+    logger.debug("Where it failed:", exc_info=error)
+    return line

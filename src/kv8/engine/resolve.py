@@ -1,0 +1,275 @@
+"""From what the user asked to what the engine does: one function, every decision with its reason.
+
+Reads configuration files and scale tensors, no weights; so `kv8 plan` and `kv8 inspect` stand on
+the same answers as the engine, and what cannot work is refused within a second.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kv8.attention.select import check_backend_name
+from kv8.cache.capacity import Capacity, capacity, longest_sequence, memory_for
+from kv8.cache.layout import CacheLayout, make_layout
+from kv8.engine.resolve_memory import default_cache_memory
+from kv8.errors import CapacityError, RequestError
+from kv8.formats.base import KVFormat
+from kv8.geometry import ModelGeometry
+from kv8.layer_plan import LayerPlan, make_layer_plan, resolve_cache_format
+from kv8.models.config import load_config
+from kv8.models.geometry import read_geometry
+from kv8.models.source import ModelSource, resolve_source
+from kv8.options import EngineOptions
+from kv8.scales.checkpoint import CheckpointScales, read_checkpoint
+from kv8.scales.from_python import scales_from_mapping
+from kv8.scales.resolve import ResolvedScales, resolve_scales
+from kv8.scales.scale import ModelScales
+from kv8.scales.scales_file import read_scales_file
+from kv8.units import format_bytes
+
+MIN_MODEL_LEN = 2  # one token of prompt and one of output
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One effective setting and why it is what it is."""
+
+    name: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Everything an engine needs to know before it reads weights.
+
+    Attributes:
+        options: what was asked.
+        source: the model's files.
+        model_config: the model's own config, as `kv8.models` reads it.
+        geometry: the model as the cache sees it.
+        dtype: name of the type of the weights in memory.
+        device: where model and cache go.
+        checkpoint: declaration and scales found with the weights.
+        kv_format: format of the layers that are not skipped.
+        plan: format of every layer.
+        scales: complete for every quantized layer.
+        fp8_queries: whether queries are quantized too (FP8 attention).
+        layout: how the cache is laid out.
+        capacity: what it holds.
+        max_model_len: longest sequence, prompt and output together.
+        decisions: effective settings with their reasons, for the log and for people.
+        messages: what else was decided, and why.
+        warnings: what a person should act on.
+    """
+
+    options: EngineOptions
+    source: ModelSource
+    model_config: Any
+    geometry: ModelGeometry
+    dtype: str
+    device: torch.device
+    checkpoint: CheckpointScales
+    kv_format: KVFormat
+    plan: LayerPlan
+    scales: ModelScales
+    fp8_queries: bool
+    layout: CacheLayout
+    capacity: Capacity
+    max_model_len: int
+    decisions: tuple[Decision, ...]
+    messages: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the effective settings, one a line."""
+        return "\n".join(f"  {line}" for line in (*self.decisions, *self.messages))
+
+
+def resolve_options(options: EngineOptions) -> ResolvedConfig:
+    """Resolve ``options`` against the model's files; weights are not read.
+
+    Raises:
+        RequestError: an option does not fit this model (subclasses say more: `ModelError`,
+            `ScaleError`, `LayerPlanError`, `CapacityError`).
+        SourceError: the model's files cannot be fetched or converted.
+    """
+    check_backend_name(options.attention_backend)
+    source = resolve_source(options.model)
+    model_config = load_config(source.folder)
+    geometry = read_geometry(model_config)
+    dtype = geometry.model_dtype if options.dtype == "auto" else options.dtype
+    geometry = replace(geometry, model_dtype=dtype)
+    checkpoint = read_checkpoint(source.folder, geometry)
+    kv_format, format_reason = resolve_cache_format(
+        options.kv_cache_dtype, checkpoint.declaration, dtype
+    )
+    plan = make_layer_plan(geometry, kv_format, options.skip_layers)
+    resolved = resolve_scales(
+        geometry,
+        plan,
+        checkpoint,
+        _explicit_scales(options.kv_scales, geometry),
+        options.missing_scales,
+        options.query_dtype,
+    )
+    layout = make_layout(
+        geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory, memory_reason = _cache_memory(options, geometry, layout, source.folder, device)
+    max_model_len, length_reason = _max_model_len(options, geometry, layout, memory)
+    return ResolvedConfig(
+        options=options,
+        source=source,
+        model_config=model_config,
+        geometry=geometry,
+        dtype=dtype,
+        device=device,
+        checkpoint=checkpoint,
+        kv_format=kv_format,
+        plan=plan,
+        scales=resolved.scales,
+        fp8_queries=resolved.fp8_queries,
+        layout=layout,
+        capacity=capacity(layout, memory, max_model_len),
+        max_model_len=max_model_len,
+        decisions=(
+            Decision("model", source.name, source.description),
+            Decision(
+                "dtype",
+                dtype,
+                "the checkpoint's" if options.dtype == "auto" else "as asked with dtype",
+            ),
+            Decision("kv_cache_dtype", kv_format.name, format_reason),
+            *_skip_decision(options, plan),
+            *_scale_decisions(plan, resolved),
+            Decision("kv_cache_memory", format_bytes(memory), memory_reason),
+            Decision("max_model_len", f"{max_model_len:,} tokens", length_reason),
+            Decision(
+                "enable_prefix_caching", "on" if options.enable_prefix_caching else "off", "as set"
+            ),
+            Decision(
+                "max_num_batched_tokens",
+                f"{options.max_num_batched_tokens:,}",
+                "longer prompts are computed in chunks",
+            ),
+        ),
+        messages=(*plan.notes, *resolved.messages),
+        warnings=resolved.warnings,
+    )
+
+
+def find_scales(config: ResolvedConfig, kv_scales: str | Path | Mapping[str, Any]) -> ModelScales:
+    """Return other scales for a running engine; whether queries are quantized stays as it is.
+
+    Raises:
+        ScaleError: a scale is missing, unbound or invalid.
+    """
+    return resolve_scales(
+        config.geometry,
+        config.plan,
+        config.checkpoint,
+        _explicit_scales(kv_scales, config.geometry),
+        config.options.missing_scales,
+        "fp8" if config.fp8_queries else "native",
+    ).scales
+
+
+def _explicit_scales(
+    kv_scales: str | Path | Mapping[str, Any] | None, geometry: ModelGeometry
+) -> ModelScales | None:
+    if kv_scales is None:
+        return None
+    if isinstance(kv_scales, Mapping):
+        return scales_from_mapping(kv_scales, geometry)
+    return read_scales_file(Path(kv_scales), geometry)
+
+
+def _cache_memory(
+    options: EngineOptions,
+    geometry: ModelGeometry,
+    layout: CacheLayout,
+    folder: Path,
+    device: torch.device,
+) -> tuple[int, str]:
+    if options.kv_cache_memory is not None:
+        return int(options.kv_cache_memory), "as asked"
+    longest = options.max_model_len or geometry.max_position
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return default_cache_memory(
+        device,
+        weight_bytes=weight_bytes,
+        useful_bytes=options.max_num_seqs * memory_for(layout, longest),
+    )
+
+
+def _max_model_len(
+    options: EngineOptions, geometry: ModelGeometry, layout: CacheLayout, memory: int
+) -> tuple[int, str]:
+    """Return the longest sequence served; what is asked is never shortened, but refused."""
+    asked, limit = options.max_model_len, geometry.max_position
+    longest = longest_sequence(layout, memory // layout.block_bytes)
+    if asked is not None and asked > limit:
+        raise RequestError(
+            f"max_model_len={asked} is more than the {limit} positions this model was made for. "
+            f"Give at most {limit}."
+        )
+    wanted = limit if asked is None else asked
+    if longest is None or longest >= wanted:
+        return wanted, "the model's limit" if asked is None else "as asked"
+    needed = _spell_bytes(memory_for(layout, wanted))
+    room = f"kv_cache_memory={format_bytes(memory)} holds {longest:,} tokens of one sequence"
+    if longest < MIN_MODEL_LEN:
+        raise CapacityError(
+            f"{room}, too few to serve anything: a block takes "
+            f"{format_bytes(layout.block_bytes)}. Give at least "
+            f"{_spell_bytes(memory_for(layout, MIN_MODEL_LEN))}; {wanted:,} tokens need {needed}."
+        )
+    if asked is not None:
+        raise CapacityError(
+            f"max_model_len={asked} needs {needed} of KV cache, and {room}. Give "
+            f"max_model_len={longest} or less, or kv_cache_memory of at least {needed}."
+        )
+    return longest, f"what fits: {room}; the model's limit of {limit:,} needs {needed}"
+
+
+def _spell_bytes(num_bytes: int) -> str:
+    """Return an amount to be typed back: rounded for reading, and exact."""
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
+
+
+def _skip_decision(options: EngineOptions, plan: LayerPlan) -> list[Decision]:
+    skipped = [entry for entry in plan.layers if entry.skipped_by is not None]
+    if not skipped:
+        return []
+    layers = ", ".join(str(entry.layer) for entry in skipped)
+    entries = ", ".join(options.skip_layers)
+    return [Decision(f"layers in {skipped[0].format.name}", layers, f"skip list: {entries}")]
+
+
+def _scale_decisions(plan: LayerPlan, resolved: ResolvedScales) -> list[Decision]:
+    """Say granularity, origins and query mode of a quantized cache; nothing for a 16-bit one."""
+    layers = [entry.layer for entry in plan.layers if entry.format.quantized]
+    if not layers:
+        return []
+    scales = [s for n in layers for s in (resolved.scales.layer(n).k, resolved.scales.layer(n).v)]
+    known = [scale for scale in scales if scale is not None]
+    origins = Counter(scale.origin.kind.value for scale in known)
+    granularity = "per head" if any(scale.per_head for scale in known) else "per tensor"
+    computed = "FP8 attention" if resolved.fp8_queries else "decoded to float32 for attention"
+    return [
+        Decision(
+            "k and v scales",
+            f"{granularity}, static",
+            ", ".join(f"{count} from {origin}" for origin, count in origins.items()),
+        ),
+        Decision("queries", "fp8_e4m3" if resolved.fp8_queries else "native", computed),
+    ]
