@@ -5,9 +5,9 @@ number is the one that is allocated, and a suggested length is one that starts.
 
 How many blocks a sequence holds, by group:
 
-- a group that sees everything: ``ceil(tokens / B)``;
+- a group that sees everything: ``ceil(tokens / T)``, T being the tokens of one of its blocks;
 - a window group: the blocks under its window and under the tokens of one step. m consecutive
-  positions touch at most ``(m + B - 2) // B + 1`` blocks; a step that computes c tokens needs
+  positions touch at most ``(m + T - 2) // T + 1`` blocks; a step that computes c tokens needs
   ``m = window - 1 + c`` positions. c is 1 while decoding and at most ``max_chunk`` while the
   prompt is computed, so prefill needs more for a moment: that peak is part of every answer here.
 """
@@ -18,28 +18,26 @@ from kv8.cache.layout import CacheGroup, CacheLayout
 from kv8.units import format_bytes
 
 
-def group_blocks(layout: CacheLayout, group: CacheGroup, num_tokens: int, chunk: int) -> int:
+def group_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
     """Return the most blocks of ``group`` a sequence holds on its way to ``num_tokens`` tokens.
 
     ``chunk`` is the most tokens of it that one step computes.
     """
-    block_size = layout.block_size
-    whole = -(-num_tokens // block_size)
+    whole = -(-num_tokens // group.block_tokens)
     if group.window is None:
         return whole
     positions = group.window - 1 + min(chunk, num_tokens)
-    return min(whole, (positions + block_size - 2) // block_size + 1)
+    return min(whole, (positions + group.block_tokens - 2) // group.block_tokens + 1)
 
 
 def decode_blocks(layout: CacheLayout, num_tokens: int) -> int:
     """Return the most blocks a sequence of ``num_tokens`` tokens holds while it decodes."""
-    return sum(group_blocks(layout, group, num_tokens, 1) for group in layout.groups)
+    return sum(group_blocks(group, num_tokens, 1) for group in layout.groups)
 
 
 def peak_blocks(layout: CacheLayout, num_tokens: int) -> int:
     """Return the most blocks a sequence holds on its way to ``num_tokens``, prefill included."""
-    chunk = layout.max_chunk
-    return sum(group_blocks(layout, group, num_tokens, chunk) for group in layout.groups)
+    return sum(group_blocks(group, num_tokens, layout.max_chunk) for group in layout.groups)
 
 
 def longest_sequence(layout: CacheLayout, num_blocks: int) -> int | None:
@@ -47,14 +45,15 @@ def longest_sequence(layout: CacheLayout, num_blocks: int) -> int | None:
 
     `None` when there is no limit: every layer has a window, and all the windows fit.
     """
-    spans = [group.window + layout.max_chunk for group in layout.groups if group.window is not None]
-    if len(spans) == len(layout.groups):
-        unbounded = max(spans) + layout.block_size
-        if peak_blocks(layout, unbounded) <= num_blocks:
+    largest_block = max(group.block_tokens for group in layout.groups)
+    windows = [group.window for group in layout.groups if group.window is not None]
+    if len(windows) == len(layout.groups):
+        # From here on a sequence grows without holding more.
+        high = max(windows) + layout.max_chunk + 2 * largest_block
+        if peak_blocks(layout, high) <= num_blocks:
             return None
-        high = unbounded
     else:
-        high = num_blocks * layout.block_size + 1
+        high = num_blocks * largest_block + 1
     low = 0
     while high - low > 1:  # low fits, high does not
         middle = (low + high) // 2
@@ -76,7 +75,7 @@ class Capacity:
 
     Attributes:
         memory_bytes: the memory it was given.
-        block_size: B, tokens of a block.
+        block_size: B, tokens that an entry of a block table stands for.
         block_bytes: bytes of a block.
         num_blocks: N; all of them can be used, none is reserved.
         bytes_per_token: bytes of codes a token takes in all layers, padding not counted.

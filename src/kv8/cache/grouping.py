@@ -1,8 +1,10 @@
-"""Which layers share a block: packs the layers of each window class into groups of like bytes.
+"""Which layers share a block, and how many tokens of them: the split that leaves least unused.
 
-All groups draw blocks of one size from one free list, so a group whose layers need fewer bytes than
-the largest group leaves the rest of each of its blocks unused. This module chooses the split that
-leaves least.
+All groups draw blocks of one size from one free list, so where groups need different bytes for a
+token something stays unused. Two things can be chosen for each window class: how many of its layers
+form a group, and how many parts of B tokens a block of theirs is cut into. Gemma 3 with its 15
+window layers in 16 bits and its 3 full layers in 8 has blocks of three layers: 16 tokens of window
+layers, or 32 tokens of full ones, and not a byte to spare.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +14,23 @@ from dataclasses import dataclass
 # table and a list of slots. Without a price, 29 + 5 layers would become 34 groups of one layer to
 # save the 3 % that 7 groups of five leave unused.
 GROUP_PRICE = 1 / 512
+# What one more part costs: the last block of a sequence is emptier, and prefixes are found in
+# larger steps.
+PART_PRICE = 1 / 128
+# Powers of two, because the sizes of the formats are, and every part must begin at an address
+# that is a multiple of a code's bytes.
+PARTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class WindowClass:
-    """The layers that see the same window, and the bytes each needs in a block.
+    """The layers that see the same window.
 
     Attributes:
         window: the window they share, `None` for all tokens.
-        layer_bytes: bytes of one block's keys and values by layer number.
-        long_share: blocks such a layer holds for the longest sequence, relative to a layer that
-            sees everything; 1 for that one.
+        layer_bytes: bytes of B tokens' keys and values, by layer number.
+        long_share: tokens such a layer holds of the longest sequence, as a share; 1 without a
+            window.
     """
 
     window: int | None
@@ -31,30 +39,52 @@ class WindowClass:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all the class's layers in a block."""
+        """Bytes of B tokens in all the class's layers."""
         return sum(self.layer_bytes.values())
 
 
-Split = list[list[list[int]]]
-"""For each class, its groups, each a list of layer numbers."""
+@dataclass(frozen=True)
+class ClassSplit:
+    """How one class is split.
+
+    Attributes:
+        groups: layer numbers of each group.
+        parts: parts of B tokens in a block of these groups.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    parts: int
+
+    def held_bytes(self, block_bytes: int) -> float:
+        """Return the bytes B tokens take in all groups, what stays unused included."""
+        return len(self.groups) * block_bytes / self.parts
+
+    @property
+    def price(self) -> float:
+        """What the split costs besides unused memory, as a share of the memory."""
+        return GROUP_PRICE * len(self.groups) + PART_PRICE * (self.parts - 1)
 
 
-def split_into_groups(classes: Sequence[WindowClass]) -> Split:
-    """Return the groups of each class; the largest group's bytes are the block's.
+def split_into_groups(classes: Sequence[WindowClass]) -> list[ClassSplit]:
+    """Return the split of each class.
 
     One class is one group, with nothing unused. Otherwise every block size at which some class
-    splits evenly is tried, and the best of them has the smallest sum of: the share of memory left
-    unused, taken where it is worst, for short sequences (every layer holds every token) or for
-    the longest (window layers hold their window); and `GROUP_PRICE` for each group.
+    splits evenly is tried. The best has the least cost: the share of memory left unused, taken
+    where it is worst, for short sequences (every layer holds every token) or for the longest
+    (window layers hold their window); and the price of its groups and parts.
     """
     if len(classes) == 1:
-        return [[list(classes[0].layer_bytes)]]
-    best: tuple[float, Split] | None = None
+        return [ClassSplit((tuple(classes[0].layer_bytes),), 1)]
+    best: tuple[float, list[ClassSplit]] | None = None
     for block_bytes in sorted(set(_candidate_block_bytes(classes)), reverse=True):
-        split = [_pack(c.layer_bytes, block_bytes) for c in classes]
-        cost = _cost(classes, split)
+        splits = [_best_split(c, block_bytes) for c in classes]
+        unused = (
+            _unused_share(classes, splits, block_bytes, [1.0] * len(classes)),
+            _unused_share(classes, splits, block_bytes, [c.long_share for c in classes]),
+        )
+        cost = max(unused) + sum(split.price for split in splits)
         if best is None or cost < best[0]:
-            best = (cost, split)
+            best = (cost, splits)
     assert best is not None
     return best[1]
 
@@ -70,32 +100,38 @@ def _candidate_block_bytes(classes: Sequence[WindowClass]) -> Iterator[int]:
                 yield max(loads)
 
 
-def _pack(layer_bytes: Mapping[int, int], block_bytes: int) -> list[list[int]]:
+def _best_split(window_class: WindowClass, block_bytes: int) -> ClassSplit:
+    """Return the split of one class that costs least, given the bytes of a block."""
+    largest_layer = max(window_class.layer_bytes.values())
+    splits = [
+        ClassSplit(_pack(window_class.layer_bytes, block_bytes // parts), parts)
+        for parts in PARTS
+        if largest_layer <= block_bytes // parts
+    ]
+    return min(splits, key=lambda s: s.held_bytes(block_bytes) / window_class.total_bytes + s.price)
+
+
+def _pack(layer_bytes: Mapping[int, int], room_bytes: int) -> tuple[tuple[int, ...], ...]:
     """First fit, largest first; layers of one size stay in the model's order."""
     groups: list[list[int]] = []
-    room: list[int] = []
+    rooms: list[int] = []
     for layer, size in sorted(layer_bytes.items(), key=lambda item: -item[1]):
-        index = next((i for i, free in enumerate(room) if size <= free), len(groups))
+        index = next((i for i, room in enumerate(rooms) if size <= room), len(groups))
         if index == len(groups):
             groups.append([])
-            room.append(block_bytes)
+            rooms.append(room_bytes)
         groups[index].append(layer)
-        room[index] -= size
-    return groups
+        rooms[index] -= size
+    return tuple(map(tuple, groups))
 
 
-def _cost(classes: Sequence[WindowClass], split: Split) -> float:
-    block_bytes = max(
-        sum(c.layer_bytes[layer] for layer in group)
-        for c, groups in zip(classes, split, strict=True)
-        for group in groups
-    )
-
-    def unused_share(weights: list[float]) -> float:
-        held = sum(w * len(groups) * block_bytes for w, groups in zip(weights, split, strict=True))
-        used = sum(w * c.total_bytes for w, c in zip(weights, classes, strict=True))
-        return 1 - used / held
-
-    short = unused_share([1.0] * len(classes))
-    long = unused_share([c.long_share for c in classes])
-    return max(short, long) + GROUP_PRICE * sum(len(groups) for groups in split)
+def _unused_share(
+    classes: Sequence[WindowClass],
+    splits: Sequence[ClassSplit],
+    block_bytes: int,
+    token_shares: Sequence[float],
+) -> float:
+    """Return the unused share of the memory of sequences that hold these shares of their tokens."""
+    pairs = list(zip(token_shares, classes, splits, strict=True))
+    held = sum(share * split.held_bytes(block_bytes) for share, _, split in pairs)
+    return 1 - sum(share * c.total_bytes for share, c, _ in pairs) / held

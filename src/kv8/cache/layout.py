@@ -1,18 +1,23 @@
 """Where keys and values lie: groups of layers, bytes of a block, addresses inside the arena.
 
 The cache is one arena of N blocks of equal bytes. A block belongs to one group of layers at a time
-and holds B tokens of keys and values for every layer of that group. Only layers that see the same
-window share a group, because they let go of a token at the same moment; all groups draw from one
-free list, so memory flows to whoever needs it.
+and holds keys and values of successive tokens for every layer of that group. Only layers that see
+the same window share a group, because they let go of a token at the same moment; all groups draw
+from one free list, so memory flows to whoever needs it.
+
+A block is one *part* of B tokens, or several where the layers of its group take fewer bytes a token
+than those of other groups. Block tables name parts, so to attention every group is a pool of parts
+of B tokens, and only allocation knows that some are had several at a time.
 """
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kv8.cache.grouping import WindowClass, split_into_groups
 from kv8.errors import UnsupportedModelError
-from kv8.geometry import LayerGeometry, ModelGeometry
+from kv8.geometry import ModelGeometry
 from kv8.layer_plan import LayerPlan
 
 # What a quantized layer keeps besides its codes: a float32 scale a head for K and for V, and for
@@ -35,13 +40,13 @@ class Arrangement(enum.Enum):
 
 @dataclass(frozen=True)
 class LayerSlot:
-    """A layer's place in the blocks of its group.
+    """A layer's place in each part of its group's blocks.
 
     Attributes:
         layer: the model's layer number.
         item_bytes: bytes of one code.
-        side_bytes: bytes of one block's keys (and as many of its values).
-        offset: bytes of the block that lie before this layer's keys.
+        side_bytes: bytes of B tokens' keys (and as many of values).
+        offset: bytes of the part that lie before this layer's keys.
     """
 
     layer: int
@@ -54,13 +59,21 @@ class LayerSlot:
 class Placement:
     """Byte addresses of one layer's keys and values in an arena of known size.
 
-    Block n's keys are the ``side_bytes`` bytes from ``k_offset + n * block_stride``.
+    The keys of part n are the ``side_bytes`` bytes from ``k_offset + n * stride``.
+
+    Attributes:
+        k_offset: where the keys of part 0 begin.
+        v_offset: where the values of part 0 begin.
+        stride: bytes from one part to the next.
+        side_bytes: bytes of one part's keys.
+        num_parts: parts in the arena, if this group had all of it.
     """
 
     k_offset: int
     v_offset: int
-    block_stride: int
+    stride: int
     side_bytes: int
+    num_parts: int
 
 
 @dataclass(frozen=True)
@@ -71,19 +84,23 @@ class CacheGroup:
         index: the group's number, from 0.
         layers: numbers of its layers that store keys and values, in the order of their slots.
         window: tokens a query sees, itself included; `None` for all before it.
+        parts: parts of B tokens in one block.
+        block_tokens: tokens in one block, ``parts * B``.
         used_bytes: bytes of a block that its layers use; the rest of the block is padding.
     """
 
     index: int
     layers: tuple[int, ...]
     window: int | None
+    parts: int
+    block_tokens: int
     used_bytes: int
 
-    def first_visible_block(self, position: int, block_size: int) -> int:
+    def first_visible_block(self, position: int) -> int:
         """Return the first block that a query at ``position`` or later can still see."""
         if self.window is None:
             return 0
-        return max(0, position - self.window + 1) // block_size
+        return max(0, position - self.window + 1) // self.block_tokens
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,7 @@ class CacheLayout:
     """The shape of the cache, whatever its size.
 
     Attributes:
-        block_size: B, tokens a block holds.
+        block_size: B, tokens that an entry of a block table stands for.
         max_chunk: most tokens one step computes; a window group holds that many on top of its
             window while a prompt is computed.
         groups: the cache groups, by index.
@@ -126,12 +143,13 @@ class CacheLayout:
     def placement(self, layer: int, num_blocks: int) -> Placement:
         """Return where ``layer``'s keys and values lie in an arena of ``num_blocks`` blocks."""
         slot = self.slots[layer]
+        parts = self.groups[self.group_of(layer)].parts
         k_offset, v_offset = slot.offset, slot.offset + slot.side_bytes
-        if self.arrangement is Arrangement.PAGE_MAJOR:
-            return Placement(k_offset, v_offset, self.block_bytes, slot.side_bytes)
-        return Placement(
-            k_offset * num_blocks, v_offset * num_blocks, slot.side_bytes, slot.side_bytes
-        )
+        stride = self.block_bytes // parts
+        if self.arrangement is Arrangement.SLOT_MAJOR:
+            k_offset, v_offset = k_offset * num_blocks, v_offset * num_blocks
+            stride = slot.side_bytes
+        return Placement(k_offset, v_offset, stride, slot.side_bytes, parts * num_blocks)
 
 
 def make_layout(
@@ -156,27 +174,38 @@ def make_layout(
             f"{geometry.architecture} has no attention layer that stores keys and values, so "
             "there is nothing for a KV cache to hold."
         )
+    item_bytes = {x.layer: plan.format(x.layer).bytes_per_value for x in geometry.kv_layers}
     side_bytes = {
-        layer.layer: layer.values_per_token // 2 * block_size * _item_bytes(plan, layer)
-        for layer in geometry.kv_layers
+        x.layer: x.num_kv_heads * block_size * x.head_dim * item_bytes[x.layer]
+        for x in geometry.kv_layers
     }
-    item_bytes = {layer.layer: _item_bytes(plan, layer) for layer in geometry.kv_layers}
     classes = _window_classes(geometry, side_bytes)
     groups: list[CacheGroup] = []
     slots: dict[int, LayerSlot] = {}
-    for window_class, layer_groups in zip(classes, split_into_groups(classes), strict=True):
-        for layers in layer_groups:
+    for window_class, split in zip(classes, split_into_groups(classes), strict=True):
+        for layers in split.groups:
             # Codes of more bytes first: every offset is then a multiple of its own code's bytes.
             ordered = sorted(layers, key=lambda n: (-item_bytes[n], -side_bytes[n]))
             offset = 0
             for number in ordered:
                 slots[number] = LayerSlot(number, item_bytes[number], side_bytes[number], offset)
                 offset += 2 * side_bytes[number]
-            groups.append(CacheGroup(len(groups), tuple(ordered), window_class.window, offset))
+            groups.append(
+                CacheGroup(
+                    index=len(groups),
+                    layers=tuple(ordered),
+                    window=window_class.window,
+                    parts=split.parts,
+                    block_tokens=split.parts * block_size,
+                    used_bytes=split.parts * offset,
+                )
+            )
     arrangement = _arrangement(groups, slots)
     block_bytes = max(group.used_bytes for group in groups)
     if arrangement is Arrangement.PAGE_MAJOR:
-        block_bytes = _round_up(block_bytes, max(item_bytes.values()))
+        # Every part of every group begins at a multiple of its codes' bytes.
+        unit = math.lcm(*(g.parts * max(item_bytes[n] for n in g.layers) for g in groups))
+        block_bytes = -(-block_bytes // unit) * unit
     group_of_owner = {number: group.index for group in groups for number in group.layers}
     return CacheLayout(
         block_size=block_size,
@@ -193,10 +222,6 @@ def make_layout(
         slots=slots,
         group_by_layer={x.layer: group_of_owner[x.kv_source] for x in geometry.layers},
     )
-
-
-def _item_bytes(plan: LayerPlan, layer: LayerGeometry) -> int:
-    return plan.format(layer.layer).bytes_per_value
 
 
 def _window_classes(
@@ -229,9 +254,7 @@ def _arrangement(groups: list[CacheGroup], slots: Mapping[int, LayerSlot]) -> Ar
         return [(slots[n].item_bytes, slots[n].side_bytes) for n in group.layers]
 
     longest = max((shapes(group) for group in groups), key=len)
-    same = all(shapes(group) == longest[: len(group.layers)] for group in groups)
+    same = all(
+        group.parts == 1 and shapes(group) == longest[: len(group.layers)] for group in groups
+    )
     return Arrangement.SLOT_MAJOR if same else Arrangement.PAGE_MAJOR
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

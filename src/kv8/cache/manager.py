@@ -11,17 +11,18 @@ A preempted sequence is released and started again: what is left of its blocks i
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv8.cache.blocks import BlockPool
 from kv8.cache.capacity import group_blocks, peak_blocks
-from kv8.cache.layout import CacheGroup, CacheLayout
-from kv8.cache.prefix import PrefixIndex, extend_digest, root_digest
+from kv8.cache.layout import CacheLayout
+from kv8.cache.prefix import PrefixIndex, extend_digest, find_prefix, root_digest
+from kv8.cache.sequence import SequenceState
 
 
 @dataclass
 class CacheStats:
-    """Running counts, never reset.
+    """Running counts since the manager was made.
 
     Attributes:
         queries: sequences started (a preempted one counts again when it resumes).
@@ -34,28 +35,6 @@ class CacheStats:
     query_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
-
-
-class _Sequence:
-    """What the manager knows of a running sequence.
-
-    For each group g, ``tables[g][i]`` is the block of positions ``i * B`` and on. Entries before
-    ``first_held[g]`` have left the window: whatever number stands there, the block is not ours.
-
-        0 ........ first_held ........ num_published ........ len(table)
-        let go     held, findable      held, being written
-
-    ``digest`` is that of the published prefix, `None` if the sequence publishes nothing.
-    """
-
-    def __init__(self, num_groups: int, num_tokens: int, digest: bytes | None) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.first_held = [0] * num_groups
-        self.num_published = 0
-        self.num_computed = 0
-        self.num_prompt_tokens = num_tokens
-        self.digest = digest
-        self.counted = False
 
 
 class CacheManager:
@@ -83,7 +62,7 @@ class CacheManager:
         self._index = PrefixIndex(len(layout.groups))
         self._pool = BlockPool(num_blocks, self._index.forget)
         self._root = root_digest(digest_key)
-        self._sequences: dict[Hashable, _Sequence] = {}
+        self._sequences: dict[Hashable, SequenceState] = {}
         self._stats = CacheStats()
 
     @property
@@ -99,10 +78,7 @@ class CacheManager:
     @property
     def stats(self) -> CacheStats:
         """A copy of the running counts."""
-        counts = self._stats
-        return CacheStats(
-            counts.queries, counts.query_tokens, counts.hit_tokens, self._pool.num_evictions
-        )
+        return replace(self._stats, evictions=self._pool.num_evictions)
 
     def usage(self) -> float:
         """Return the share of blocks that running sequences reference, from 0 to 1."""
@@ -112,8 +88,7 @@ class CacheManager:
         """Begin a sequence and return how many of its tokens are already stored.
 
         The answer is a number of whole blocks and at most ``len(token_ids) - 1`` tokens, since the
-        last token must be computed for its logits. Groups without a window must have every block
-        of the prefix, window groups those that later queries can see.
+        last token must be computed for its logits.
 
         Args:
             seq: a name not in use.
@@ -121,52 +96,23 @@ class CacheManager:
             reuse_prefix: false to compute all of it (every position's logits are wanted).
         """
         assert seq not in self._sequences, f"sequence {seq!r} is already running"
+        groups = self.layout.groups
         digest = self._root if self.enable_prefix_caching else None
-        state = _Sequence(len(self.layout.groups), len(token_ids), digest)
+        state = SequenceState(groups, len(token_ids), digest)
         self._sequences[seq] = state
         if digest is None or not reuse_prefix:
             return 0
-        num_blocks, state.digest, found = self._find(digest, token_ids)
-        for group, table, blocks in zip(self.layout.groups, state.tables, found, strict=True):
-            first = self._first_visible_block(group, num_blocks * self.layout.block_size)
-            state.first_held[group.index] = first
-            # Entries no query looks at hold a valid number all the same: 0.
-            table.extend([0] * first)
-            for block in blocks[first:num_blocks]:
-                assert block is not None
+        hit = find_prefix(self._index, groups, self.layout.block_size, digest, token_ids)
+        for own, blocks, first in zip(state.groups, hit.blocks, hit.first_blocks, strict=True):
+            own.first_held = first
+            for _ in range(first):
+                own.append(0)  # never read, but a valid number
+            for block in blocks:
                 self._pool.reference(block)
-                table.append(block)
-        state.num_published = num_blocks
-        state.num_computed = num_blocks * self.layout.block_size
-        return state.num_computed
-
-    def _find(
-        self, digest: bytes, token_ids: Sequence[int]
-    ) -> tuple[int, bytes, list[list[int | None]]]:
-        """Return the usable blocks of a stored prefix, its digest, and what each group has."""
-        block_size = self.layout.block_size
-        groups = self.layout.groups
-        found: list[list[int | None]] = [[] for _ in groups]
-        run = [0] * len(groups)  # stored blocks without a gap that end at the current one
-        best, best_digest = 0, digest
-        for end in range(block_size, len(token_ids), block_size):
-            digest = extend_digest(digest, token_ids[end - block_size : end])
-            for group in groups:
-                block = self._index.find(group.index, digest)
-                found[group.index].append(block)
-                run[group.index] = 0 if block is None else run[group.index] + 1
-            num_blocks = end // block_size
-            if all(
-                run[group.index] >= num_blocks - self._first_visible_block(group, end)
-                for group in groups
-            ):
-                best, best_digest = num_blocks, digest
-            if any(group.window is None and run[group.index] < num_blocks for group in groups):
-                break
-        return best, best_digest, found
-
-    def _first_visible_block(self, group: CacheGroup, position: int) -> int:
-        return group.first_visible_block(position, self.layout.block_size)
+                own.append(block)
+        state.digest = hit.digest
+        state.num_published = state.num_computed = hit.num_tokens
+        return hit.num_tokens
 
     def blocks_needed(self, seq: Hashable | None, num_tokens: int) -> int:
         """Return the most blocks ``seq`` takes, beyond those it has, to reach ``num_tokens``.
@@ -176,13 +122,11 @@ class CacheManager:
         """
         if seq is None:
             return peak_blocks(self.layout, num_tokens)
-        state = self._sequences[seq]
-        whole = -(-num_tokens // self.layout.block_size)
         needed = 0
-        for group, table in zip(self.layout.groups, state.tables, strict=True):
-            first = state.first_held[group.index]
-            peak = group_blocks(self.layout, group, num_tokens, self.layout.max_chunk)
-            needed += max(0, min(peak, whole - first) - (len(table) - first))
+        for own in self._sequences[seq].groups:
+            peak = group_blocks(own.group, num_tokens, self.layout.max_chunk)
+            held = len(own.blocks) - own.first_held
+            needed += min(own.missing(num_tokens), max(0, peak - held))
         return needed
 
     def can_hold(self, seq: Hashable | None, num_tokens: int) -> bool:
@@ -200,18 +144,18 @@ class CacheManager:
         unused longest first.
         """
         state = self._sequences[seq]
-        missing = -(-num_tokens // self.layout.block_size) - len(state.tables[0])
-        if missing * len(state.tables) > self._pool.num_available:
+        missing = [own.missing(num_tokens) for own in state.groups]
+        if sum(missing) > self._pool.num_available:
             return False
-        for table in state.tables:
-            for _ in range(missing):
-                table.append(self._pool.take())
+        for own, count in zip(state.groups, missing, strict=True):
+            for _ in range(count):
+                own.append(self._pool.take())
         if not state.counted:
             # Only now: a sequence that is started and released again for want of memory, step
             # after step, would count as many hits.
             state.counted = True
             self._stats.queries += 1
-            self._stats.query_tokens += state.num_prompt_tokens
+            self._stats.query_tokens += state.num_start_tokens
             self._stats.hit_tokens += state.num_computed
         return True
 
@@ -227,42 +171,54 @@ class CacheManager:
             num_computed: tokens whose keys and values are stored; within what was reserved.
         """
         state = self._sequences[seq]
-        block_size = self.layout.block_size
-        assert state.num_computed <= num_computed <= block_size * len(state.tables[0])
+        assert state.num_computed <= num_computed
+        assert not any(own.missing(num_computed) for own in state.groups), "not reserved"
         state.num_computed = num_computed
-        if state.digest is not None:
-            for index in range(state.num_published, num_computed // block_size):
-                start = index * block_size
-                state.digest = extend_digest(state.digest, token_ids[start : start + block_size])
-                for number, table in enumerate(state.tables):
-                    self._index.publish(number, state.digest, table[index])
-                state.num_published += 1
-        for group in self.layout.groups:
-            if group.window is not None:
-                first = self._first_visible_block(group, num_computed)
-                held = state.first_held[group.index]
-                for block in state.tables[group.index][held:first]:
+        self._publish(state, token_ids)
+        for own in state.groups:
+            if own.group.window is not None:
+                # The query at num_computed sees num_computed - window + 1 and on, later ones less.
+                first = own.group.first_visible_block(num_computed)
+                for block in own.blocks[own.first_held : first]:
                     self._pool.release(block, keep=self._index.holds(block))
-                state.first_held[group.index] = max(held, first)
+                own.first_held = first
+
+    def _publish(self, state: SequenceState, token_ids: Sequence[int]) -> None:
+        """Make every block findable that `commit` found full, before any of them is let go."""
+        block_size = self.layout.block_size
+        if state.digest is None:
+            return
+        for start in range(state.num_published, state.num_computed - block_size + 1, block_size):
+            end = start + block_size
+            state.digest = extend_digest(state.digest, token_ids[start:end])
+            state.num_published = end
+            for own in state.groups:
+                if end % own.group.block_tokens == 0:
+                    block = own.blocks[end // own.group.block_tokens - 1]
+                    self._index.publish(own.group.index, state.digest, block)
 
     def release(self, seq: Hashable) -> None:
         """Let go of all of a sequence's blocks; the published ones stay findable.
 
-        Tail first: the head of a prefix serves more requests than its tail, so the tail is the
-        first to be evicted.
+        Tail first: the head of a prefix serves more requests than its tail, so the tail is to be
+        evicted first.
         """
         state = self._sequences.pop(seq)
-        for index in range(len(state.tables[0]) - 1, -1, -1):
-            for first, table in zip(state.first_held, state.tables, strict=True):
-                if index >= first:
-                    self._pool.release(table[index], keep=self._index.holds(table[index]))
+        by_position = [
+            (own.group.block_tokens * (own.first_held + i), block)
+            for own in state.groups
+            for i, block in enumerate(own.held)
+        ]
+        for _, block in sorted(by_position, reverse=True):
+            self._pool.release(block, keep=self._index.holds(block))
 
     def block_table(self, seq: Hashable, group: int) -> Sequence[int]:
-        """Return the blocks of ``seq`` in ``group``, by position; a view, not to be changed.
+        """Return the block table of ``seq`` in ``group``; entry i serves positions from ``i * B``.
 
-        Entries wholly before the window hold any valid number.
+        At least as long as what is reserved; a view, not to be changed. Entries wholly before the
+        window hold any valid number.
         """
-        return self._sequences[seq].tables[group]
+        return self._sequences[seq].groups[group].table
 
     def reset(self, digest_key: bytes) -> None:
         """Forget every stored prefix, because weights, formats or scales changed.
@@ -281,21 +237,16 @@ class CacheManager:
 
         Every block is free, cached or referenced; reference counts are those of the tables; no
         block is in tables of two groups; the prefix index names only blocks that hold contents,
-        in their own group; tables reach equally far.
+        in their own group; tables reach equally far and hold exactly what is still visible.
         """
+        groups_of_findable = self._index.check()
         references = [0] * self.num_blocks
-        owner = self._index.check()
-        for name, state in self._sequences.items():
-            if len({len(table) for table in state.tables}) != 1:
-                raise AssertionError(f"{name!r}: block tables of unequal length")
-            if state.num_computed > len(state.tables[0]) * self.layout.block_size:
-                raise AssertionError(f"{name!r}: more tokens computed than reserved")
-            for group in self.layout.groups:
-                first = state.first_held[group.index]
-                if first != self._first_visible_block(group, state.num_computed):
-                    raise AssertionError(f"{name!r}: group {group.index} holds from block {first}")
-                for block in state.tables[group.index][first:]:
+        owner = dict(groups_of_findable)
+        for state in self._sequences.values():
+            state.check()
+            for own in state.groups:
+                for block in own.held:
                     references[block] += 1
-                    if owner.setdefault(block, group.index) != group.index:
-                        raise AssertionError(f"block {block} is owned by two groups")
-        self._pool.check(references, findable=self._index.check().keys())
+                    if owner.setdefault(block, own.group.index) != own.group.index:
+                        raise AssertionError(f"block {block} belongs to two groups")
+        self._pool.check(references, groups_of_findable.keys())

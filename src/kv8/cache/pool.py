@@ -47,11 +47,11 @@ class KVPool:
         self._codes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in geometry.kv_layers:
             dtype = getattr(torch, plan.format(layer.layer).torch_dtype)
-            shape = (num_blocks, layer.num_kv_heads, layout.block_size, layer.head_dim)
             place = layout.placement(layer.layer, num_blocks)
+            shape = (place.num_parts, layer.num_kv_heads, layout.block_size, layer.head_dim)
             self._codes[layer.layer] = (
-                _view(self._arena, place.k_offset, place.block_stride, shape, dtype),
-                _view(self._arena, place.v_offset, place.block_stride, shape, dtype),
+                _view(self._arena, place.k_offset, place.stride, shape, dtype),
+                _view(self._arena, place.v_offset, place.stride, shape, dtype),
             )
         for layer in geometry.layers:
             self._codes.setdefault(layer.layer, self._codes[layer.kv_source])
@@ -64,8 +64,9 @@ class KVPool:
     def codes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(k_codes, v_codes)`` of ``layer``, each [N, K, B, D] in the format's dtype.
 
-        Dimension 0 is strided, the others are contiguous. A layer that reads another's keys and
-        values gets that layer's tensors.
+        Dimension 0 is strided, the others are contiguous. N counts the parts of the layer's group
+        (see `kv8.cache.layout`), `num_blocks` of them or a multiple. A layer that reads another's
+        keys and values gets that layer's tensors.
         """
         return self._codes[layer]
 
@@ -80,11 +81,9 @@ class KVPool:
         owners = [n for n in self._codes if n in self.layout.slots]
         dtypes = Counter(str(self._codes[n][0].dtype).removeprefix("torch.") for n in owners)
         layers = ", ".join(f"{count} layers in {dtype}" for dtype, count in dtypes.items())
-        num_blocks, _, block_size, _ = self._codes[owners[0]][0].shape
         return (
-            f"{format_bytes(self.storage_bytes)} on {self._arena.device}, {num_blocks:,} blocks of "
-            f"{block_size} tokens: {layers}, {sum(map(self.bytes_per_token, owners)):,} bytes a "
-            "token"
+            f"{format_bytes(self.storage_bytes)} on {self._arena.device} in {self.num_blocks:,} "
+            f"blocks: {layers}, {sum(map(self.bytes_per_token, owners)):,} bytes a token"
         )
 
 
@@ -102,14 +101,14 @@ def _allocate(num_bytes: int, device: torch.device, fill: int) -> torch.Tensor:
 
 
 def _view(
-    arena: torch.Tensor, offset: int, block_stride: int, shape: tuple[int, ...], dtype: torch.dtype
+    arena: torch.Tensor, offset: int, stride: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return [N, K, B, D] over the arena; block n starts at byte ``offset + n * block_stride``."""
-    num_blocks, num_heads, block_size, head_dim = shape
+    """Return [N, K, B, D] over the arena; entry n starts at byte ``offset + n * stride``."""
+    num_parts, num_heads, block_size, head_dim = shape
     side_bytes = num_heads * block_size * head_dim * dtype.itemsize
-    extent = (num_blocks - 1) * block_stride + side_bytes
+    extent = (num_parts - 1) * stride + side_bytes
     # Narrow first and reinterpret then: the typed view keeps its own offset into the storage,
     # where an offset given to as_strided would count from the storage's beginning.
     codes = arena.narrow(0, offset, extent).view(dtype)
-    strides = (block_stride // dtype.itemsize, block_size * head_dim, head_dim, 1)
+    strides = (stride // dtype.itemsize, block_size * head_dim, head_dim, 1)
     return codes.as_strided(shape, strides)

@@ -9,6 +9,9 @@ digests two different prefixes never meet in practice, by accident or on purpose
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv8.cache.layout import CacheGroup
 
 _DIGEST_BYTES = 32
 
@@ -68,3 +71,65 @@ class PrefixIndex:
         if forward != self._keys or len(forward) != sum(map(len, self._blocks)):
             raise AssertionError("the prefix index and its reverse do not agree")
         return {block: group for block, (group, _) in forward.items()}
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """The longest stored prefix that a sequence can start from.
+
+    Attributes:
+        num_tokens: its length: whole blocks of every group.
+        digest: its digest.
+        blocks: for each group, its blocks from ``first_blocks`` on; those before are not needed.
+        first_blocks: for each group, the first block that later queries can see.
+    """
+
+    num_tokens: int
+    digest: bytes
+    blocks: tuple[tuple[int, ...], ...]
+    first_blocks: tuple[int, ...]
+
+
+def find_prefix(
+    index: PrefixIndex,
+    groups: Sequence[CacheGroup],
+    block_size: int,
+    root: bytes,
+    token_ids: Sequence[int],
+) -> PrefixHit:
+    """Return the longest prefix of ``token_ids``, not all of it, that every group can provide.
+
+    A group without a window must have every block of it, a window group those that the query
+    after the prefix, and later ones, can see.
+    """
+    digest = root
+    found: list[list[int | None]] = [[] for _ in groups]
+    run = [0] * len(groups)  # blocks without a gap that end with the last one looked up
+    best, best_digest = 0, root
+    for end in range(block_size, len(token_ids), block_size):
+        digest = extend_digest(digest, token_ids[end - block_size : end])
+        usable = True
+        for g, group in enumerate(groups):
+            if end % group.block_tokens:
+                usable = False
+                continue
+            block = index.find(g, digest)
+            found[g].append(block)
+            run[g] = 0 if block is None else run[g] + 1
+            visible = end // group.block_tokens - group.first_visible_block(end)
+            usable = usable and run[g] >= visible
+        if usable:
+            best, best_digest = end, digest
+        if any(
+            group.window is None and blocks and blocks[-1] is None
+            for group, blocks in zip(groups, found, strict=True)
+        ):
+            break
+    firsts = tuple(group.first_visible_block(best) for group in groups)
+    kept = (
+        blocks[first : best // group.block_tokens]
+        for group, blocks, first in zip(groups, found, firsts, strict=True)
+    )
+    return PrefixHit(
+        best, best_digest, tuple(tuple(b for b in k if b is not None) for k in kept), firsts
+    )
