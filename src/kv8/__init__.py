@@ -1,5 +1,34 @@
-"""kv8: LLM inference with a quantized KV cache that says what it stores, how well, and why."""
+"""kv8: LLM inference with a quantized KV cache that says what it stores, how well, and why.
+
+`LLM` and `SamplingParams` are imported when they are first asked for, so that ``import kv8`` stays
+light: neither torch nor transformers is loaded by it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from kv8._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from kv8.llm import LLM
+    from kv8.outputs import CompletionOutput, RequestOutput
+    from kv8.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "kv8.llm",
+    "CompletionOutput": "kv8.outputs",
+    "RequestOutput": "kv8.outputs",
+    "SamplingParams": "kv8.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kv8' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
