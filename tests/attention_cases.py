@@ -34,7 +34,7 @@ class Case:
 def make_case(
     lengths: Sequence[int],
     *,
-    format: str = "fp8_e4m3",
+    stored_as: str = "fp8_e4m3",
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 16,
     block_size: int = 16,
@@ -54,7 +54,7 @@ def make_case(
     """
     random = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
-    kv_format = get_format(format)
+    kv_format = get_format(stored_as)
     counts = [math.ceil(n / block_size) for n in lengths]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=random).tolist()
@@ -86,8 +86,8 @@ def make_case(
         geometry=geometry,
         group=0,
         format=kv_format,
-        k_codes=poisoned_pool(num_blocks, num_kv_heads, block_size, head_dim, format),
-        v_codes=poisoned_pool(num_blocks, num_kv_heads, block_size, head_dim, format),
+        k_codes=poisoned_pool(num_blocks, num_kv_heads, block_size, head_dim, stored_as),
+        v_codes=poisoned_pool(num_blocks, num_kv_heads, block_size, head_dim, stored_as),
         k_scale=k_size / 64 * scales[0] if quantized else None,
         v_scale=v_size / 64 * scales[1] if quantized else None,
         q_scale=q_size / 64 if fp8_queries else None,
@@ -115,10 +115,10 @@ def new_counters() -> LayerCounters:
 
 
 def poisoned_pool(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, format: str
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, stored_as: str
 ) -> torch.Tensor:
-    """Return codes [N, K, B, D], page-major: blocks lie apart, with other bytes between; all NaN."""
-    kv_format = get_format(format)
+    """Return codes [N, K, B, D], all NaN, page-major: other bytes lie between the blocks."""
+    kv_format = get_format(stored_as)
     block_values = num_kv_heads * block_size * head_dim
     pad = 8
     arena = torch.full(
@@ -166,9 +166,7 @@ def run_step(case: Case, steps: Sequence[tuple[int, int, int]], backend=None) ->
     """Store and attend one batch; return [T, H, D]."""
     backend = backend or ReferenceBackend()
     batch = make_batch(case, steps)
-    backend.store(
-        case.layer, gather_rows(case.keys, steps), gather_rows(case.values, steps), batch
-    )
+    backend.store(case.layer, gather_rows(case.keys, steps), gather_rows(case.values, steps), batch)
     return backend.attend(case.layer, gather_rows(case.queries, steps), batch, case.call)
 
 
