@@ -2,7 +2,7 @@
 
 import difflib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -104,6 +104,23 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
         )
         return self._run(tokenized, sampling_params, use_tqdm=use_tqdm)
+
+    def stream_chat(
+        self, messages: Conversation, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """Answer one conversation, step by step.
+
+        Yields:
+            The same output object after every step, its text grown; close the generator to abort.
+
+        Raises:
+            RequestError: as `chat`, at the first step.
+        """
+        [prompt] = conversations(messages, self.engine.tokenizer)
+        with self._requests() as add:
+            name = add(prompt, sampling_params or SamplingParams())
+            while self.engine.has_unfinished:
+                yield from (out for out in self.engine.step() if out.request_id == name)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, a transformers object."""

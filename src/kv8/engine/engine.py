@@ -69,7 +69,7 @@ class Engine:
             enable_prefix_caching=options.enable_prefix_caching,
             digest_key=self.runner.cache_key(),
         )
-        self._builder = BatchBuilder(
+        self.builder = BatchBuilder(
             self.cache,
             num_groups=len(config.layout.groups),
             block_size=options.block_size,
@@ -99,7 +99,7 @@ class Engine:
         warm_up(
             self.runner,
             self.cache,
-            self._builder,
+            self.builder,
             self._health,
             max_model_len=config.max_model_len,
         )
@@ -148,7 +148,7 @@ class Engine:
             chunks = self._scheduler.schedule()
             if not chunks:
                 return []
-            step = self._builder.build(chunks, self._scheduler.running)
+            step = self.builder.build(chunks, self._scheduler.running)
             outputs = self._take(chunks, step, self.runner.run(step))
         except Exception as error:  # noqa: BLE001 - whatever failed must not take the others along
             outputs = self._fail(chunks, error)

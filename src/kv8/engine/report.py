@@ -1,5 +1,6 @@
 """The report on a KV cache: the layer table, what the cache holds, and the settings in effect."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from kv8.engine.resolve import Decision, ResolvedConfig
 from kv8.engine.runner import Runner
 from kv8.scales.scale import LayerScales, OriginKind
 from kv8.units import format_bytes
+
+_LONG = ("layers", "settings")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,13 @@ class KVCacheReport:
         counts = [c for layer in self.layers for c in (layer.k_counts, layer.v_counts) if c]
         stored = sum(c.stored for c in counts)
         return sum(c.saturated for c in counts) / stored if stored else 0.0
+
+    def brief(self) -> dict[str, Any]:
+        """Return the report without its layers, as plain data."""
+        return {name: value for name, value in self.as_json().items() if name not in _LONG} | {
+            "dtypes": dict(Counter(layer.dtype for layer in self.layers)),
+            "saturated_share": self.saturated_share,
+        }
 
     def summary(self) -> str:
         """Return the table in short: one line for each run of layers that are alike."""

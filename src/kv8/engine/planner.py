@@ -1,0 +1,141 @@
+"""What a cache of some memory would hold under each dtype and skip list. Reads no weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kv8.cache.capacity import Capacity, capacity
+from kv8.cache.layout import CacheLayout, make_layout
+from kv8.formats.base import ALIASES, FORMATS, FP8_E4M3, FP8_E5M2
+from kv8.geometry import ModelGeometry
+from kv8.layer_plan import make_layer_plan, resolve_cache_format
+from kv8.models.config import load_config
+from kv8.models.geometry import read_geometry
+from kv8.models.source import resolve_source
+from kv8.options import EngineOptions
+from kv8.scales.checkpoint import read_checkpoint
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One setting and what it gives.
+
+    Attributes:
+        setting: dtype, and the skip list if it has one.
+        dtype: the cache's format.
+        skip: the skip list's entries.
+        chosen: whether ``kv_cache_dtype=auto`` and the given skip list come to this row.
+        capacity: what the memory holds.
+        gain: tokens over those of the model's dtype.
+        note: what limits the gain, or is short, in a sentence; often empty.
+    """
+
+    setting: str
+    dtype: str
+    skip: tuple[str, ...]
+    chosen: bool
+    capacity: Capacity
+    gain: float
+    note: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        held = self.capacity
+        return {
+            "setting": self.setting,
+            "dtype": self.dtype,
+            "skip": list(self.skip),
+            "bytes_per_token": held.bytes_per_token,
+            "tokens": held.tokens,
+            "max_concurrency": held.max_concurrency,
+            "max_model_len": held.max_model_len,
+            "longest_sequence": held.longest_sequence,
+            "num_blocks": held.num_blocks,
+            "block_size": held.block_size,
+            "block_bytes": held.block_bytes,
+            "padding_bytes": held.padding_bytes,
+            "scale_bytes": held.scale_bytes,
+            "memory_bytes": held.memory_bytes,
+            "gain": self.gain,
+            "auto": self.chosen,
+            "note": self.note,
+        }
+
+
+def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
+    """Return a row for the model's dtype and each FP8 format, with and without the skip list.
+
+    Args:
+        options: model, dtype, skip list, block size, longest sequence and step size count. With a
+            ``kv_cache_dtype``, only its rows and the model's dtype are given.
+        memory_bytes: memory for the cache.
+
+    Raises:
+        RequestError: the model or the skip list cannot be served.
+    """
+    source = resolve_source(options.model)
+    geometry = read_geometry(load_config(source.folder))
+    if options.dtype != "auto":
+        geometry = replace(geometry, model_dtype=options.dtype)
+    declaration = read_checkpoint(source.folder, geometry).declaration
+    auto, _ = resolve_cache_format(options.kv_cache_dtype, declaration, geometry.model_dtype)
+    skip = options.skip_layers
+    base = _hold(options, geometry, geometry.model_dtype, (), memory_bytes)
+    rows = []
+    for dtype in _dtypes(options, geometry):
+        lists = [(), skip] if skip and FORMATS[dtype].quantized else [()]
+        for entries in lists:
+            layout, held = _hold(options, geometry, dtype, entries, memory_bytes)
+            gain = held.tokens / base[1].tokens if base[1].tokens else 0.0
+            ratio = base[1].bytes_per_token / held.bytes_per_token
+            rows.append(
+                PlanRow(
+                    setting=dtype + (f", skip {' '.join(entries)}" if entries else ""),
+                    dtype=dtype,
+                    skip=tuple(entries),
+                    chosen=dtype == auto.name and (entries == skip or not auto.quantized),
+                    capacity=held,
+                    gain=gain,
+                    note=_note(layout, held, gain=gain, ratio=ratio),
+                )
+            )
+    return rows
+
+
+def _dtypes(options: EngineOptions, geometry: ModelGeometry) -> list[str]:
+    asked = ALIASES.get(options.kv_cache_dtype, options.kv_cache_dtype)
+    others = [FP8_E4M3.name, FP8_E5M2.name] if asked == "auto" else [asked]
+    return list(dict.fromkeys([geometry.model_dtype, *others]))
+
+
+def _hold(
+    options: EngineOptions,
+    geometry: ModelGeometry,
+    dtype: str,
+    skip: Sequence[str],
+    memory_bytes: int,
+) -> tuple[CacheLayout, Capacity]:
+    plan = make_layer_plan(geometry, FORMATS[dtype], skip)
+    layout = make_layout(
+        geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
+    )
+    longest = options.max_model_len or geometry.max_position
+    return layout, capacity(layout, memory_bytes, longest)
+
+
+def _note(layout: CacheLayout, held: Capacity, *, gain: float, ratio: float) -> str:
+    """Say what a reader would otherwise wonder about."""
+    notes = []
+    if not held.fits:
+        notes.append(f"{held.max_model_len:,} tokens do not fit; {held.longest_sequence:,} do")
+    if ratio > 1.01 and gain < 0.98 * ratio:
+        reasons = []
+        if held.padding_bytes:
+            share = held.padding_bytes / (len(layout.groups) * layout.block_bytes)
+            reasons.append(f"{100 * share:.0f} % of the blocks' bytes are padding")
+        if any(group.window is not None for group in layout.groups):
+            reasons.append("window layers hold only their window")
+        if not reasons:
+            reasons.append("only whole blocks and requests count")
+        notes.append(f"gain below {ratio:.2f}x of the bytes: {', '.join(reasons)}")
+    return "; ".join(notes)
