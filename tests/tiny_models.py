@@ -171,12 +171,12 @@ def save_model(
 ) -> Path:
     """Write a model of ``family`` and its tokenizer to ``folder`` and return ``folder``.
 
-    ``edit`` is called with the model before it is saved. ``key_bias_layers`` get a key bias of
-    norm 900, as real Qwen2 checkpoints have; only families with a key bias (qwen2) take it.
+    ``edit`` is called with the model before it is saved. ``key_bias_layers`` get the
+    huge key bias of real Qwen2 checkpoints; only families with a key bias (qwen2) take it.
     """
     model = make_model(make_config(family, **overrides), seed=seed)
     for layer in key_bias_layers:
-        _set_key_bias(model, layer, norm=900.0)
+        _set_key_bias(model, layer)
     if edit is not None:
         with torch.no_grad():
             edit(model)
@@ -222,8 +222,19 @@ def prompt_ids(length: int, *, seed: int = 0) -> list[int]:
     return torch.randint(4, VOCAB, (length,), generator=generator).tolist()
 
 
-def _set_key_bias(model: Any, layer: int, *, norm: float) -> None:
-    bias = model.model.layers[layer].self_attn.k_proj.bias
-    direction = torch.randn(bias.shape, generator=torch.Generator().manual_seed(layer))
+def _set_key_bias(model: Any, layer: int) -> None:
+    """Give every KV head a bias of 900 in one slowly turning rotary pair, as Qwen2.5 has it.
+
+    What reads the pair is made small, as training makes it, so that the model itself stays sane:
+    at scale 1.0 the keys lose their direction when they saturate at 448, while a calibrated FP8
+    scale costs little. KL divergence of the next token against float32 over 48 tokens, measured
+    for layers 0 and 3 biased: 0.34 at scale 1.0, 0.03 calibrated, 0.001 with both layers skipped.
+    """
+    attention = model.model.layers[layer].self_attn
+    pair, half = 3, attention.head_dim // 2
     with torch.no_grad():
-        bias.copy_(direction * (norm / direction.norm()))
+        attention.k_proj.bias.view(-1, attention.head_dim)[:, pair] = 900.0
+        for tensor in (attention.q_proj.weight, attention.q_proj.bias):
+            heads = tensor.view(-1, attention.head_dim, *tensor.shape[1:])
+            heads[:, pair] *= 0.02
+            heads[:, pair + half] *= 0.02

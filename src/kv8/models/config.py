@@ -1,6 +1,5 @@
 """Reads a model folder's config.json into transformers' config object: no weights, no network."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
 from kv8.errors import ModelError, UnsupportedModelError
+from kv8.models.source_folder import read_json_object
 from kv8.models.weight_storage import check_weight_storage
 from kv8.scales.tensors import weight_files
 
@@ -52,9 +52,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the content of ``folder``'s config.json.
 
     Raises:
-        ModelError: the folder or the file is missing, or the file is not a JSON object.
+        ModelError: the file is missing or not a JSON object, or the folder holds an adapter.
     """
-    path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}. Give the folder of a downloaded model.")
     if (folder / "adapter_config.json").is_file():
@@ -62,18 +61,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
             f"{folder} holds an adapter (adapter_config.json), which kv8 does not apply. Merge it "
             f"into the model first (peft: merge_and_unload) and save the result."
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{folder} has no config.json. A model folder holds config.json, *.safetensors and "
-            f"the tokenizer's files."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object, it holds a {type(data).__name__}.")
-    return data
+    return read_json_object(folder / "config.json")
 
 
 def text_config(config: Any) -> Any:

@@ -101,7 +101,7 @@ def attend_through_cache(
     if attention_mask is not None:
         raise binding.refuse("brings an attention mask of its own")
     call = read_call(binding, module, query, keywords)
-    _check_shapes(binding, query, key, value)
+    check_shapes(binding, query, key, value)
     layer = step.layers[geometry.layer]
     if geometry.owns_kv:
         step.backend.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), step.batch)
@@ -147,9 +147,10 @@ def read_call(
     )
 
 
-def _check_shapes(
+def check_shapes(
     binding: LayerBinding, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
+    """Raise `UnsupportedModelError` unless Q, K and V are what the geometry says."""
     geometry = binding.geometry
     num_tokens = query.shape[2]
     stored = (1, geometry.num_kv_heads, num_tokens, geometry.head_dim)

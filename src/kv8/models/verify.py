@@ -17,7 +17,7 @@ from kv8.attention.reference import ReferenceBackend
 from kv8.errors import KV8Error, UnsupportedModelError
 from kv8.formats.base import FORMATS
 from kv8.models.hook import HookedModel
-from kv8.models.interface import BINDING, read_call
+from kv8.models.interface import BINDING, check_shapes, read_call
 from kv8.models.probe import (
     RECORDER_NAME,
     ProbeSequence,
@@ -121,6 +121,7 @@ def _check_layer(
     module = call.module
     binding = getattr(module, BINDING)
     asked = read_call(binding, module, call.query, call.keywords)
+    check_shapes(binding, call.query, call.key, call.value)
     length = call.query.shape[2]
     batch = probe_batch([length], [length], [length], model.device)
     # Alone with its inputs, a layer that reads another's keys and values stores them itself.
