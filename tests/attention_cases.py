@@ -9,8 +9,10 @@ import torch
 from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.layer import LayerAttention, LayerCounters
+from kv8.attention.naive import naive_attention
 from kv8.attention.reference import ReferenceBackend
-from kv8.formats.encode import bits, torch_dtype
+from kv8.formats.base import FP8_E4M3
+from kv8.formats.encode import bits, decode, encode, torch_dtype
 from kv8.formats.lookup import get_format
 from kv8.geometry import LayerGeometry
 
@@ -198,3 +200,78 @@ def fresh_pool(case: Case, **changes) -> Case:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def visible_codes(case: Case, s: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float64 [n, K, D] of K and V, scales applied, that ``position`` of sequence s sees."""
+    layer = case.layer
+    first = 0 if case.call.window is None else max(0, position - case.call.window + 1)
+    at = torch.arange(first, position + 1)
+    blocks = torch.tensor(case.tables[s])[at // case.block_size]
+    sides = []
+    for pool, scale in ((layer.k_codes, layer.k_scale), (layer.v_codes, layer.v_scale)):
+        values = decode(pool[blocks, :, at % case.block_size], None, layer.format).double()
+        sides.append(values if scale is None else values * scale.double()[:, None])
+    return sides[0], sides[1]
+
+
+def rounding_bound(case: Case, steps: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Return float64 [T, H, D]: how far float32 attention may lie from exact attention, same codes.
+
+    A sum of n products in float32, in any order, is off by at most n·u·Σ|terms| (u = 2^-24). So
+    a logit is off by (D + 8)·u·Σ|q·k| (8 for the scales and the exponent's own rounding); a weight
+    by e to that, relatively; and the output by twice that (the row sum is off too) plus n·u, times
+    Σ weight·|v|. In FP8 attention the weight's code may fall to the other side of a boundary:
+    that step, where it is possible, is added.
+    """
+    rows = []
+    heads_per_kv = case.layer.geometry.num_heads // case.layer.geometry.num_kv_heads
+    for s, start, end in steps:
+        for position in range(start, end):
+            k, v = (
+                side.repeat_interleave(heads_per_kv, 1).transpose(0, 1)
+                for side in visible_codes(case, s, position)
+            )  # [H, n, D]
+            rows.append(_row_bound(case, case.queries[s][position], k, v))
+    return torch.stack(rows)
+
+
+def _row_bound(case: Case, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, layer, call = query.double(), case.layer, case.call
+    if layer.q_scale is not None:
+        scale = layer.q_scale[:, None]
+        q = decode(encode(query, scale, FP8_E4M3), scale, FP8_E4M3).double()
+    products = k * q[:, None] * call.softmax_scale
+    logits, sizes = products.sum(-1), products.abs().sum(-1)
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+        sizes = sizes + call.softcap
+    sizes = sizes + logits.abs().amax(-1, keepdim=True) + 1
+    logit_error = (k.shape[-1] + 8) * UNIT_ROUNDOFF * sizes.amax(-1, keepdim=True)
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    total = weights.sum(-1, keepdim=True)
+    if call.sinks is not None:
+        total = total + torch.exp(call.sinks.double()[:, None] - logits.amax(-1, keepdim=True))
+    relative = 2 * torch.expm1(logit_error) + (k.shape[1] + 8) * UNIT_ROUNDOFF
+    bound = relative * (weights[:, None] @ v.abs())[:, 0] / total
+    if layer.q_scale is not None:
+        largest = (logits.amax(-1, keepdim=True) / math.log(2)).ceil() * math.log(2)
+        weights = torch.exp(logits - largest)
+        total = total * torch.exp(logits.amax(-1, keepdim=True) - largest)
+        low, high = (
+            decode(encode(weights * (1 + d), 2.0**-8, FP8_E4M3), 2.0**-8, FP8_E4M3).double()
+            for d in (-relative, relative)
+        )
+        bound = bound * (1 + 2.0**-4) + ((high - low)[:, None] @ v.abs())[:, 0] / total
+    return bound
+
+
+def assert_exact_attention(case: Case, steps: Sequence[tuple[int, int, int]], found: torch.Tensor):
+    """Assert that ``found`` [T, H, D] is attention over the codes now stored, up to float32."""
+    expected = naive_attention(
+        case.layer, gather_rows(case.queries, steps), make_batch(case, steps), case.call
+    )
+    bound = rounding_bound(case, steps)
+    assert bound.isfinite().all()
+    error = (found.double() - expected).abs()
+    assert (error <= bound).all(), f"error {error.max():.3g}, {(error / bound).max():.3g} of bound"

@@ -74,6 +74,6 @@ def _read(
     positions: range,
 ) -> torch.Tensor:
     """Return float64 [n, D]: the codes of one head at ``positions``, as unscaled values."""
-    block_size = pool.shape[2]
-    codes = [pool[int(table[p // block_size]), kv_head, p % block_size] for p in positions]
-    return torch.stack([decode(code, None, layer.format).double() for code in codes])
+    at = torch.tensor(positions)
+    codes = pool[table[at // pool.shape[2]].long(), kv_head, at % pool.shape[2]]
+    return decode(codes, None, layer.format).double()
