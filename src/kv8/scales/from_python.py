@@ -68,6 +68,6 @@ def _scale(what: str, value: Any, side: Side, heads: int) -> Scale:
 def _float32(number: float) -> float:
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
-    except OverflowError:
+    except (OverflowError, struct.error):  # the latter for integers beyond float64
         return float("inf") if number > 0 else float("-inf")
     return rounded

@@ -1,0 +1,154 @@
+"""Scales files: written whole, read strictly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoint_folders import SMOLLM2, geometry_of, golden_tensors, scale_tensors
+
+from kv8.errors import ModelError, ScaleError
+from kv8.scales.from_python import scales_from_mapping
+from kv8.scales.scale import LayerScales, ModelScales, Origin, OriginKind, Scale
+from kv8.scales.scales_file import (
+    ScalesFileMetadata,
+    geometry_fingerprint,
+    read_scales_file,
+    write_scales_file,
+)
+from kv8.scales.tensors import file_metadata
+
+GEOMETRY = geometry_of()
+METADATA = ScalesFileMetadata(
+    producer="kv8 0.1.0",
+    statistic="absmax / 448",
+    num_tokens=4096,
+    model="tiny",
+    geometry=geometry_fingerprint(GEOMETRY),
+    versions={"torch": "2.13.0"},
+)
+SCALES = scales_from_mapping(
+    {n: {"k": 0.05, "v": [0.1, 0.2], "q": [0.1] * 4} for n in range(4)}, GEOMETRY
+)
+
+
+def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, METADATA)
+    found = read_scales_file(file, GEOMETRY)
+    assert found.fingerprint() == SCALES.fingerprint()
+    scale = found.layer(2).v
+    assert scale is not None
+    assert scale.origin == Origin(OriginKind.FILE, "layers.2.v_scale in scales.safetensors")
+
+
+def test_the_file_explains_itself(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, METADATA)
+    header = file_metadata(file)
+    assert header["format"] == "kv8-scales"
+    assert header["version"] == "1"
+    assert header["statistic"] == "absmax / 448"
+    assert header["num_tokens"] == "4096"
+    assert header["version_of_torch"] == "2.13.0"
+    tensors = load_file(file)
+    assert tensors["layers.0.v_scale"].dtype == torch.float32
+    assert set(tensors) == {f"layers.{n}.{s}_scale" for n in range(4) for s in "qkv"}
+
+
+def test_writing_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    for _ in range(2):
+        write_scales_file(file, SCALES, METADATA)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "scales.safetensors"
+    file.write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ScaleError, match="no space left"):
+        write_scales_file(file, SCALES, METADATA)
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_bad_or_no_scales_are_not_written(tmp_path: Path) -> None:
+    bad = ModelScales({0: LayerScales(k=Scale((0.0,), Origin(OriginKind.CALIBRATION)))})
+    for scales, match in ((bad, r"Layer 0, k.*zero"), (ModelScales(), "no scales")):
+        with pytest.raises(ScaleError, match=match):
+            write_scales_file(tmp_path / "scales.safetensors", scales, METADATA)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ScaleError, match="cannot be written"):
+        write_scales_file(tmp_path / "missing" / "scales.safetensors", SCALES, METADATA)
+
+
+def save(folder: Path, tensors: dict[str, torch.Tensor], **header: str) -> Path:
+    file = folder / "mine.safetensors"
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, header or None)
+    return file
+
+
+def test_a_checkpoints_names_are_understood_too(tmp_path: Path) -> None:
+    """Pitfall 7: outside scales go through the same table of names as a checkpoint's."""
+    tensors = {name: torch.tensor([value]) for name, value in scale_tensors().items()}
+    assert len(read_scales_file(save(tmp_path, tensors), GEOMETRY).layers) == 4
+    golden = save(tmp_path, golden_tensors("kvattn-attn_head"))
+    assert len(read_scales_file(golden, SMOLLM2).layers) == 30
+
+
+def test_unusable_q_scales_are_left_to_the_resolution(tmp_path: Path) -> None:
+    file = save(tmp_path, golden_tensors("kvattn-tensor-llmc0.14.0.1"))
+    found = read_scales_file(file, SMOLLM2)
+    assert {problem.side for problem in found.problems} == {"q"}
+
+
+ONE = torch.tensor([0.5])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({"layers.99.k_scale": ONE}, "layers.99.k_scale"),
+        ({"layers.0.k_scale": ONE, "model.norm.weight": ONE}, "model.norm.weight"),
+        ({"layers.0.k_scal": ONE}, "layers.0.k_scal"),
+        ({"0.k": ONE}, "0.k"),
+        ({"layers.0.k_scale": torch.ones(3)}, "shape [3]"),
+        ({"layers.0.v_scale": torch.tensor([float("nan")])}, "layers.0.v_scale"),
+        ({"layers.0.v_scale": torch.tensor([0.5, 0.0])}, "head 1 is zero"),
+        ({"layers.0.v_scale": torch.tensor([1])}, "dtype int64"),
+        ({"layers.0.k_scale": ONE, "model.layers.0.self_attn.k_scale": ONE}, "Two tensors"),
+        ({}, "no scales"),
+    ],
+)
+def test_what_is_no_scale_of_this_model_is_refused_by_name(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], named: str
+) -> None:
+    """Pitfall 7: unknown layers and unused entries of a scales file are errors."""
+    with pytest.raises(ScaleError) as error:
+        read_scales_file(save(tmp_path, tensors), GEOMETRY)
+    assert named in str(error.value)
+
+
+def test_another_models_file_and_a_newer_version_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, METADATA)
+    other = geometry_of(heads=8)
+    with pytest.raises(ScaleError, match=r"another model \(tiny\)"):
+        read_scales_file(file, other)
+    newer = save(tmp_path, {"layers.0.k_scale": ONE}, format="kv8-scales", version="2")
+    with pytest.raises(ScaleError, match="version '2'"):
+        read_scales_file(newer, GEOMETRY)
+
+
+def test_no_file_and_no_safetensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is missing"):
+        read_scales_file(tmp_path / "none.safetensors", GEOMETRY)
+    text = tmp_path / "scales.json"
+    text.write_text('{"0": {"k": 0.5}}')
+    with pytest.raises(ModelError, match=r"scales\.json is no complete safetensors file"):
+        read_scales_file(text, GEOMETRY)
