@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,8 +20,6 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kv8"))
 
-TinyModel = Callable[..., Path]
-
 
 def pytest_configure() -> None:
     import torch
@@ -32,7 +28,7 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return ``tiny_model(family="llama", **options) -> folder``, written once and then shared.
 
     Options are those of `tiny_models.save_model`. The folder is shared between tests: copy it
@@ -41,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     written: dict[str, Path] = {}
 
     def folder_of(family: str = "llama", **options: Any) -> Path:
-        from tiny_models import save_model
+        from tests.tiny_models import save_model
 
         key = repr((family, sorted(options.items())))
         if key not in written:

@@ -126,6 +126,8 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+TinyModel = Callable[..., Path]  # what the fixture `tiny_model` gives
+
 # The model of the pitfall tests: 4 layers, hidden 64, 4 query heads, 2 KV heads, head size 16.
 T4 = "llama"
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiny_models import FAMILIES, TinyModel, prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from conftest import TinyModel
-from tiny_models import FAMILIES, prompt_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
