@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fp8_table import nearest_code
 
-from fp8_table import nearest_code
 from kv8.formats.base import FORMATS
 from kv8.formats.encode import bits, decode, encode, encode_counting
 

@@ -1,10 +1,9 @@
 """How the reference backend cuts a ragged batch into passes of bounded size. No tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kv8.attention.batch import AttentionBatch
 from kv8.geometry import LayerGeometry
 
 # Elements of the keys of one pass widened to float32 (4 MiB); its values take as much again.
@@ -64,24 +63,26 @@ def first_visible(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def split_batch(geometry: LayerGeometry, batch: AttentionBatch) -> Iterator[Pass]:
-    """Yield passes that cover every row and head of ``batch`` once, each within `MAX_WIDENED`.
+def split_batch(
+    geometry: LayerGeometry, query_lens: Sequence[int], context_lens: Sequence[int]
+) -> Iterator[Pass]:
+    """Yield passes that cover every row and kv head of a batch once, each within `MAX_WIDENED`.
 
     A single sequence whose one head is larger than that still is one pass.
     """
     visible = [
         TokenRange(first_visible(context - new, geometry.window), context)
-        for new, context in zip(batch.query_lens_host, batch.context_lens_host, strict=True)
+        for new, context in zip(query_lens, context_lens, strict=True)
     ]
     num_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
-    for group in _group(batch.query_lens_host, visible, MAX_WIDENED // (num_heads * head_dim)):
+    for group in _group(query_lens, visible, MAX_WIDENED // (num_heads * head_dim)):
         num_tokens = len(group) * visible[group[-1]].num_tokens
         step = max(1, MAX_WIDENED // (num_tokens * head_dim))
         for head in range(0, num_heads, step):
             yield Pass(
                 sequences=tuple(group),
                 visible=tuple(visible[s] for s in group),
-                num_rows=batch.query_lens_host[group[0]],
+                num_rows=query_lens[group[0]],
                 kv_heads=slice(head, min(head + step, num_heads)),
             )
 
@@ -100,7 +101,7 @@ def split_pass(work: Pass, window: int | None, block_size: int, max_rows: int) -
 
 
 def _group(
-    query_lens: tuple[int, ...], visible: list[TokenRange], max_tokens: int
+    query_lens: Sequence[int], visible: list[TokenRange], max_tokens: int
 ) -> list[list[int]]:
     """Return groups of sequences, each in order of length, for each is padded to its longest."""
     groups: list[list[int]] = []

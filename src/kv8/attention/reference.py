@@ -60,7 +60,7 @@ class ReferenceBackend:
         check_attend(layer, query, batch, call)
         scaled = _scale_query(layer, query, call.softmax_scale)
         output = torch.empty_like(scaled)
-        for work in split_batch(layer.geometry, batch):
+        for work in split_batch(layer.geometry, batch.query_lens_host, batch.context_lens_host):
             _attend_pass(work, layer, scaled, batch, call, output)
         if layer.v_scale is not None:
             output *= layer.v_scale[:, None, None]

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from attention_cases import (
+from tests.attention_cases import (
     fresh_pool,
     gather_rows,
     make_batch,
@@ -18,6 +17,7 @@ from attention_cases import (
     run_step,
     visible_codes,
 )
+
 from kv8.attention.naive import naive_attention
 from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from attention_cases import (
+from tests.attention_cases import (
     assert_exact_attention,
     fresh_pool,
     make_batch,
@@ -18,6 +17,7 @@ from attention_cases import (
     run_chunks,
     run_step,
 )
+
 from kv8.attention import passes, reference
 from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.fp8_table import finite_magnitudes, nearest_code, value_of
 
-from fp8_table import finite_magnitudes, nearest_code, value_of
 from kv8.formats.base import FORMATS
 from kv8.formats.encode import bits, decode, encode, encode_counting, torch_dtype
 

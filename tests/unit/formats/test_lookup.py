@@ -1,6 +1,6 @@
 import pytest
+from tests.fp8_table import finite_magnitudes
 
-from fp8_table import finite_magnitudes
 from kv8.errors import RequestError
 from kv8.formats.base import FORMATS, FP8_E4M3
 from kv8.formats.encode import torch_dtype
