@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
@@ -15,6 +16,16 @@ from kv8.scales.tensors import weight_files
 # Both name the section that makes transformers look for the quantizer's own package. kv8 reads the
 # cache's scales and expands FP8 weights itself, so transformers must not see it.
 _QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+# What transformers raises for a config it cannot use, by what is wrong with it.
+_CONFIG_ERRORS = (
+    StrictDataclassError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    OSError,
+    ImportError,
+)
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -37,7 +48,7 @@ def load_config(folder: Path) -> Any:
     check_weight_storage(folder, data)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, ImportError) as error:
+    except _CONFIG_ERRORS as error:
         raise _explained(folder, data, error) from error
     for part in (config, text_config(config)):
         for field in _QUANTIZATION_FIELDS:
