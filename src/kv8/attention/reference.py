@@ -68,7 +68,7 @@ class ReferenceBackend:
 
 
 def _scale_query(layer: LayerAttention, query: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Return float32 [T, K, G, D]: queries, or the values of their codes, times all scales of q·k.
+    """Return float32 [T, K, J, D]: queries, or the values of their codes, times all scales of q·k.
 
     In FP8 attention a query is rounded to e4m3 before anything else is multiplied into it.
     """
@@ -92,7 +92,7 @@ def _attend_pass(
     call: AttentionCall,
     output: torch.Tensor,
 ) -> None:
-    """Write the rows and heads of ``output`` [T, K, G, D] that ``work`` is about."""
+    """Write the rows and heads of ``output`` [T, K, J, D] that ``work`` is about."""
     heads, sequences, device = work.kv_heads, list(work.sequences), query.device
     query, output = query[:, heads], output[:, heads]
     tables = batch.block_tables[layer.group][sequences]
@@ -122,6 +122,6 @@ def _attend_pass(
 def _hidden(
     key_positions: torch.Tensor, query_positions: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return bool [C, R, n], keys [C, n] that queries [C, R] must not see."""
+    """Return bool [C, r, n], keys [C, n] that queries [C, r] must not see."""
     distance = query_positions.unsqueeze(2) - key_positions.unsqueeze(1)
     return distance < 0 if window is None else (distance < 0) | (distance >= window)

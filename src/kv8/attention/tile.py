@@ -1,6 +1,6 @@
 """The mathematics of attention over code values, one tile of queries; see docs/numerics.md.
 
-Letters: C sequences, K kv heads, G query heads per kv head, R query rows, n keys, D head size.
+Letters: C sequences, K kv heads, J query heads for each, r query rows, n keys, D head size.
 """
 
 import math
@@ -25,7 +25,7 @@ class TileSettings:
 
     Attributes:
         softcap: see `AttentionCall`.
-        sinks: float32 [K, G], see `AttentionCall`.
+        sinks: float32 [K, J], see `AttentionCall`.
         quantize_weights: whether softmax weights are rounded to e4m3 before they meet V.
     """
 
@@ -41,19 +41,19 @@ def attend_tile(
     hidden: torch.Tensor | None,
     settings: TileSettings,
 ) -> torch.Tensor:
-    """Return float32 [C, K, G, R, D]: softmax-weighted sums of ``values``, v scale not applied.
+    """Return float32 [C, K, J, r, D]: softmax-weighted sums of ``values``, v scale not applied.
 
     Args:
-        query: float32 [C, K, G, R, D], every scale included: ``query · key`` is the logit.
+        query: float32 [C, K, J, r, D], every scale included: ``query · key`` is the logit.
         keys: float32 [C, K, n, D], values of the stored codes.
         values: likewise.
-        hidden: bool [C, R, n], keys a row must not see; `None` if each row sees all.
+        hidden: bool [C, r, n], keys a row must not see; `None` if each row sees all.
         settings: the rest.
     """
     logits = query.flatten(2, 3) @ keys.transpose(-1, -2)
     if settings.softcap is not None:
         logits = logits.div_(settings.softcap).tanh_().mul_(settings.softcap)
-    logits = logits.mul_(LOG2_E).view(*query.shape[:4], -1)  # [C, K, G, R, n]
+    logits = logits.mul_(LOG2_E).view(*query.shape[:4], -1)  # [C, K, J, r, n]
     if hidden is not None:
         logits = logits.masked_fill_(hidden[:, None, None], -torch.inf)
 

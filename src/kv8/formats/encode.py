@@ -4,16 +4,20 @@
 float32, rounding to nearest even. docs/numerics.md states the rule, its errors and its tests.
 """
 
-from functools import cache
 from typing import Final
 
 import torch
 from torch.nn.functional import pad
 
-from kv8.formats.base import FP8_E4M3, KVFormat
+from kv8.formats.base import KVFormat
 
 # Entries of a count, in order; see `encode_counting`.
 COUNTED: Final = ("stored", "saturated", "underflowed", "nan")
+
+# Float32 value of each code of e4m3, in order.
+_E4M3_VALUES: Final = (
+    torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).to(torch.float32)
+)
 
 _BITS_DTYPE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -110,12 +114,5 @@ def _widen(codes: torch.Tensor) -> torch.Tensor:
     if codes.dtype == torch.float8_e4m3fn and codes.device.type == "cpu":
         # A fifth of the time torch's own conversion takes on a CPU.
         index = bits(codes).reshape(-1).to(torch.int32)
-        return _e4m3_values().index_select(0, index).view(codes.shape)
-    return codes.to(torch.float32)
-
-
-@cache
-def _e4m3_values() -> torch.Tensor:
-    """Return float32 [256], the value of each code of e4m3. A constant, never written."""
-    codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch_dtype(FP8_E4M3))
+        return _E4M3_VALUES.index_select(0, index).view(codes.shape)
     return codes.to(torch.float32)
