@@ -85,7 +85,7 @@ def teacher_forced(engine: Engine, token_ids: Sequence[int], *, chunks: Sequence
         length = lengths.pop(0) if len(lengths) > 1 else lengths[0]
         chunk = ScheduledChunk(request, start, min(length, request.num_tokens - start))
         assert engine.cache.reserve(request.sequence, chunk.stop)
-        logits = engine.runner.run(engine._builder.build([chunk], [request]))
+        logits = engine.runner.run(engine.builder.build([chunk], [request]))
         request.num_computed_tokens = request.num_prompt_logits = chunk.stop
         engine.cache.commit(request.sequence, request.token_ids, chunk.stop)
         rows.append(logits)

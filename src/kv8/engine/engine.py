@@ -96,13 +96,7 @@ class Engine:
         self._groups: dict[str, CompletionGroup] = {}
         self._by_sequence: dict[int, tuple[CompletionGroup, Completion]] = {}
         self._check_invariants = check_invariants
-        warm_up(
-            self.runner,
-            self.cache,
-            self.builder,
-            self._health,
-            max_model_len=config.max_model_len,
-        )
+        warm_up(self.runner, config, self._health)
 
     @property
     def has_unfinished(self) -> bool:

@@ -10,10 +10,12 @@ import random
 
 import torch
 
+from kv8.cache.capacity import peak_blocks
 from kv8.cache.manager import CacheManager
 from kv8.engine.batch_builder import BatchBuilder
 from kv8.engine.health import CacheHealth
 from kv8.engine.request import Request
+from kv8.engine.resolve import ResolvedConfig
 from kv8.engine.runner import Runner
 from kv8.engine.scheduler import ScheduledChunk
 
@@ -23,42 +25,45 @@ _NUM_TOKENS = 64
 _SEED = 8
 
 
-def warm_up(
-    runner: Runner,
-    cache: CacheManager,
-    builder: BatchBuilder,
-    health: CacheHealth,
-    *,
-    max_model_len: int,
-) -> None:
-    """Run the probe and let ``health`` judge it; cache and counters are as new afterwards."""
+def warm_up(runner: Runner, config: ResolvedConfig, health: CacheHealth) -> None:
+    """Run the probe and let ``health`` judge it.
+
+    It has block bookkeeping of its own, over the first blocks of the cache.
+    """
     draw = random.Random(_SEED)
-    num_tokens = min(_NUM_TOKENS, max_model_len)
-    vocab_size = runner.model.geometry.vocab_size
+    layout, num_tokens = config.layout, min(_NUM_TOKENS, config.max_model_len)
+    cache = CacheManager(
+        layout, peak_blocks(layout, num_tokens), enable_prefix_caching=False, digest_key=b""
+    )
+    builder = BatchBuilder(
+        cache,
+        num_groups=len(layout.groups),
+        block_size=layout.block_size,
+        max_num_seqs=1,
+        max_blocks=-(-num_tokens // layout.block_size),
+        device=runner.model.device,
+    )
     request = Request(
         request_id="warm-up",
-        sequence=-1,
-        token_ids=[draw.randrange(vocab_size) for _ in range(num_tokens)],
+        sequence=0,
+        token_ids=[draw.randrange(config.geometry.vocab_size) for _ in range(num_tokens)],
         num_prompt_tokens=num_tokens,
         max_tokens=1,
     )
-    length = max(1, min(cache.layout.max_chunk, num_tokens // 2))
+    length = max(1, min(layout.max_chunk, num_tokens // 2))
     stops = [*range(length, num_tokens - 1, length), num_tokens - 1, num_tokens]
     finite = True
-    cache.start(request.sequence, request.token_ids, reuse_prefix=False)
-    try:
-        for stop in stops:
-            start = request.num_computed_tokens
-            if stop == start:
-                continue
-            fits = cache.reserve(request.sequence, stop)
-            assert fits, "a sequence of max_model_len tokens fits an empty cache"
-            chunk = ScheduledChunk(request, start, stop - start)
-            logits = runner.run(builder.build([chunk], [request]))
-            finite = finite and bool(torch.isfinite(logits).all())
-            request.num_computed_tokens = stop
-    finally:
-        cache.release(request.sequence)
+    cache.start(request.sequence, request.token_ids)
+    for stop in stops:
+        start = request.num_computed_tokens
+        fits = cache.reserve(request.sequence, stop)
+        assert fits, "a sequence of max_model_len tokens fits"
+        logits = runner.run(
+            builder.build([ScheduledChunk(request, start, stop - start)], [request])
+        )
+        finite = finite and bool(torch.isfinite(logits).all())
+        request.num_computed_tokens = stop
+        cache.commit(request.sequence, request.token_ids, stop)
     if not finite:
         logger.warning(
             "The model's logits are not finite for a random prompt. Its output may be noise; "
