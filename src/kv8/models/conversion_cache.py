@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 PROVENANCE = "kv8_source.json"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_REMEDY = "Free some space there and make it writable, or set KV8_CACHE to another folder."
 
 
 def cache_root() -> Path:
@@ -38,8 +39,6 @@ def cached_folder(
     name: str,
     provenance: Mapping[str, Any],
     build: Callable[[Path, Path], None],
-    *,
-    needed_bytes: int,
 ) -> Path:
     """Return the cached folder ``name``, building it first if it is absent or damaged.
 
@@ -48,7 +47,6 @@ def cached_folder(
         provenance: kept in the folder, for whoever wonders where it came from.
         build: called as ``build(target, scratch)``; fills the empty folder ``target`` and may use
             ``scratch``, which is removed afterwards.
-        needed_bytes: disk space the build takes at its peak.
 
     Raises:
         SourceError: the cache cannot be written, or the disk is too full.
@@ -60,24 +58,32 @@ def cached_folder(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f"{name}.lock"), name):
             if not _is_complete(folder):
-                _build(folder, provenance, build, needed_bytes)
-    except OSError as error:
-        raise _explain(error, folder, needed_bytes) from error
+                _build(folder, provenance, build)
+    except Exception as error:
+        if (explained := _explain(error, folder)) is None:
+            raise
+        raise explained from error
     return folder
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise `SourceError` unless ``num_bytes`` are free on the disk of the existing ``folder``."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise SourceError(
+            f"The disk of {folder.parent.parent} is too full: about {format_bytes(num_bytes)} are "
+            f"needed, {format_bytes(free)} are free. {_REMEDY}"
+        )
 
 
 def _build(
     folder: Path,
     provenance: Mapping[str, Any],
     build: Callable[[Path, Path], None],
-    needed_bytes: int,
 ) -> None:
     # The lock is ours, so whoever made these is gone.
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < needed_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
     try:
         target = scratch / "result"
@@ -86,8 +92,11 @@ def _build(
         sizes = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
         seal = target / PROVENANCE
         seal.write_text(json.dumps({**provenance, "files": sizes}, indent=2), encoding="utf-8")
-        for path in (*target.iterdir(), target):
+        for path in target.iterdir():
+            # safetensors makes files for their owner alone; the rest follow the user's umask.
+            path.chmod(seal.stat().st_mode)
             _flush(path)
+        _flush(target)
         if folder.exists():
             shutil.rmtree(folder)
         target.rename(folder)
@@ -125,13 +134,11 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         yield
 
 
-def _explain(error: OSError, folder: Path, needed_bytes: int) -> SourceError:
-    remedy = "or set KV8_CACHE to a folder on another disk"
-    if error.errno in _NO_SPACE:
-        return SourceError(
-            f"The disk is too full to prepare {folder}: about {format_bytes(needed_bytes)} are "
-            f"needed. Free some space {remedy}."
-        )
-    return SourceError(
-        f"The cache folder {folder.parent} cannot be used ({error}). Make it writable {remedy}."
-    )
+def _explain(error: Exception, folder: Path) -> SourceError | None:
+    """Return what to tell the user where the file system is at fault, else `None`."""
+    full = f"os error {errno.ENOSPC}" in str(error)
+    if full or (isinstance(error, OSError) and error.errno in _NO_SPACE):
+        return SourceError(f"The disk filled up while {folder} was made. {_REMEDY}")
+    if isinstance(error, OSError):
+        return SourceError(f"{folder} cannot be made in the cache ({error}). {_REMEDY}")
+    return None

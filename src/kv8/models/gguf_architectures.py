@@ -4,58 +4,13 @@ A metadata entry nobody asked for is refused, not skipped: it may change what th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from kv8.errors import ModelError, UnsupportedModelError
 from kv8.models.gguf_file import GGUFFile
-
-
-@dataclass
-class Metadata:
-    """The entries of one file that belong to its architecture; remembers which were read."""
-
-    file: GGUFFile
-    asked: set[str] = field(default_factory=set)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return entry ``<architecture>.key``, or ``default``."""
-        self.asked.add(key)
-        value = self.file.metadata.get(f"{self.file.architecture}.{key}", default)
-        # float32 in the file: 1e-5 is meant, not 9.999999747378752e-06.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """Return entry ``key``, which must be one whole number of at least 1."""
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelError(
-                f"{self.file.path.name}: {self.file.architecture}.{key} must be a whole number of "
-                f"at least 1, got {value!r}."
-            )
-        return value
-
-    def require(self, key: str, allowed: Any, meaning: str) -> None:
-        """Refuse the file unless entry ``key`` is absent or equals ``allowed``."""
-        value = self.get(key, allowed)
-        if value != allowed:
-            raise UnsupportedModelError(
-                f"{self.file.path.name}: {self.file.architecture}.{key}={value!r} ({meaning}) "
-                f"cannot be converted; only {allowed!r} can."
-            )
-
-    def refuse_unread(self) -> None:
-        """Refuse entries of the architecture that nobody asked for."""
-        prefix = f"{self.file.architecture}."
-        keys = (k.removeprefix(prefix) for k in self.file.metadata if k.startswith(prefix))
-        unread = sorted(set(keys) - self.asked)
-        if unread:
-            raise UnsupportedModelError(
-                f"{self.file.path.name}: conversion does not know the metadata "
-                f"{', '.join(prefix + key for key in unread)}, which may change the result."
-            )
+from kv8.models.gguf_metadata import ArchitectureMetadata
+from kv8.models.gguf_rope import read_rope
 
 
 @dataclass(frozen=True)
@@ -71,7 +26,7 @@ class Architecture:
     """
 
     model_type: str
-    extra: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    extra: Callable[[ArchitectureMetadata], dict[str, Any]] = lambda metadata: {}
     rotary_pairs: bool = False
     norm_plus_one: bool = False
 
@@ -84,29 +39,39 @@ def read_config(file: GGUFFile) -> tuple[Architecture, dict[str, Any]]:
         ModelError: an entry every model must have is missing or makes no sense.
     """
     architecture = ARCHITECTURES.get(file.architecture)
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path.name} is one of {file.metadata['split.count']} parts of a model. Merge "
+            f"them first (llama-gguf-split --merge)."
+        )
     if architecture is None:
         raise UnsupportedModelError(
             f"{file.path.name} has the architecture {file.architecture!r}, which cannot be "
             f"converted. Supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    metadata = Metadata(file)
+    metadata = ArchitectureMetadata(file)
+    # Mixtral has no name of its own: it is a llama with experts.
+    if file.architecture == "llama" and metadata.get("expert_count", 0):
+        architecture = _MIXTRAL
     config = _common(metadata) | architecture.extra(metadata)
     metadata.refuse_unread()
     return architecture, config
 
 
-def _common(metadata: Metadata) -> dict[str, Any]:
+def _common(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    """Entries every supported model has."""
     file = metadata.file
     embeddings = file.tensors.get("token_embd.weight")
     if embeddings is None:
         raise ModelError(f"{file.path.name} holds no token embeddings (token_embd.weight).")
-    hidden_size, num_heads = (
-        metadata.size("embedding_length"),
-        metadata.size("attention.head_count"),
-    )
+    num_layers = metadata.size("block_count")
+    if not any(name.startswith(f"blk.{num_layers - 1}.") for name in file.tensors):
+        raise ModelError(f"{file.path.name} says it has {num_layers} layers, but lacks the last.")
+    hidden_size = metadata.size("embedding_length")
+    num_heads = metadata.size("attention.head_count")
     head_dim = metadata.size("attention.key_length", hidden_size // num_heads)
     metadata.require("attention.value_length", head_dim, "values of another size than keys")
-    metadata.require("rope.dimension_count", head_dim, "only a part of each head is rotated")
+    metadata.require("attention.causal", True, "no decoder")
     metadata.require("vocab_size", embeddings.shape[0], "other than the embeddings' rows")
     return {
         "vocab_size": embeddings.shape[0],
@@ -114,84 +79,129 @@ def _common(metadata: Metadata) -> dict[str, Any]:
         "head_dim": head_dim,
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
-        "num_hidden_layers": metadata.size("block_count"),
+        "num_hidden_layers": num_layers,
         "intermediate_size": metadata.size("feed_forward_length"),
         "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(metadata),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": read_rope(metadata, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_token_ids(file.metadata),
+        **_token_ids(file, embeddings.shape[0]),
     }
 
 
-def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int | None]:
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+def _token_ids(file: GGUFFile, vocab_size: int) -> dict[str, int | None]:
+    ids: dict[str, int | None] = {}
+    for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
+        token = file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if token is not None and (not isinstance(token, int) or not 0 <= token < vocab_size):
+            raise ModelError(
+                f"{file.path.name}: tokenizer.ggml.{theirs}_token_id={token!r} is no token; they "
+                f"go from 0 to {vocab_size - 1}."
+            )
+        ids[f"{ours}_token_id"] = token
+    return ids
+
+
+def _llama(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    metadata.require("expert_used_count", 0, "a mixture of experts without experts")
+    return _biases(metadata)
+
+
+def _biases(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    tensors = metadata.file.tensors
     return {
-        f"{ours}_token_id": metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        for ours, theirs in names.items()
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
     }
 
 
-def _rope(metadata: Metadata) -> dict[str, Any]:
-    base = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base", 10000.0)}
-    kind = metadata.get("rope.scaling.type", "none")
-    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear", 1.0))
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return base
-    if kind == "linear":
-        return base | {"rope_type": "linear", "factor": factor}
-    raise UnsupportedModelError(
-        f"{metadata.file.path.name}: rotary scaling {kind!r} cannot be converted; supported: "
-        f"none, linear."
-    )
-
-
-def _has_bias(metadata: Metadata, tensor: str) -> bool:
-    return f"blk.0.{tensor}.bias" in metadata.file.tensors
-
-
-def _llama(metadata: Metadata) -> dict[str, Any]:
-    metadata.require("expert_count", 0, "a mixture of experts")
-    metadata.require("expert_used_count", 0, "a mixture of experts")
+def _mixtral(metadata: ArchitectureMetadata) -> dict[str, Any]:
     return {
-        "attention_bias": _has_bias(metadata, "attn_q"),
-        "mlp_bias": _has_bias(metadata, "ffn_gate"),
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
     }
 
 
-def _gemma_scale(metadata: Metadata, *, layers_of_largest: int) -> int:
+def _qwen3_moe(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        # Not in the file: this architecture always normalizes the chosen experts' weights.
+        "norm_topk_prob": True,
+    }
+
+
+def _gemma2(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    return {
+        "layer_types": _layer_types(metadata, pattern=2),
+        "sliding_window": metadata.size("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _gemma_scale(metadata, layers_of_largest=46),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    metadata.get("mm.tokens_per_image")  # of the image encoder, which is another file
+    sliding_base = metadata.number("rope.freq_base_swa", 10000.0)
+    return {
+        "layer_types": _layer_types(metadata, pattern=6),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "query_pre_attn_scalar": _gemma_scale(metadata, layers_of_largest=62),
+        "rope_parameters": {
+            "full_attention": read_rope(metadata, metadata.size("attention.key_length")),
+            "sliding_attention": {"rope_type": "default", "rope_theta": sliding_base},
+        },
+    }
+
+
+def _gemma_scale(metadata: ArchitectureMetadata, *, layers_of_largest: int) -> int:
     # Only the largest model of a generation divides by hidden size / heads; the file does not say.
     if metadata.size("block_count") == layers_of_largest:
         return metadata.size("embedding_length") // metadata.size("attention.head_count")
     return metadata.size("attention.key_length")
 
 
-def _gemma3(metadata: Metadata) -> dict[str, Any]:
-    num_layers = metadata.size("block_count")
-    pattern = metadata.size("attention.sliding_window_pattern", 6)
-    sliding_base = metadata.get("rope.freq_base_swa", 10000.0)
+def _layer_types(metadata: ArchitectureMetadata, pattern: int) -> list[str]:
+    """Every ``pattern``-th layer sees everything, the others a window."""
+    pattern = metadata.size("attention.sliding_window_pattern", pattern)
+    return [
+        "full_attention" if number % pattern == 0 else "sliding_attention"
+        for number in range(1, metadata.size("block_count") + 1)
+    ]
+
+
+def _phi3(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    metadata.get("rope.scaling.original_context_length")  # written even where nothing is scaled
+    no_window = metadata.get("attention.sliding_window", 0) == 0
     return {
-        "layer_types": _layer_types(num_layers, pattern),
-        "sliding_window": metadata.size("attention.sliding_window"),
-        "query_pre_attn_scalar": _gemma_scale(metadata, layers_of_largest=62),
-        "rope_parameters": {
-            "full_attention": _rope(metadata),
-            "sliding_attention": {"rope_type": "default", "rope_theta": sliding_base},
-        },
+        "sliding_window": None if no_window else metadata.size("attention.sliding_window"),
+        "original_max_position_embeddings": metadata.size("context_length"),
     }
 
 
-def _layer_types(num_layers: int, pattern: int) -> list[str]:
-    """Every ``pattern``-th layer sees everything, the others a window."""
-    return [
-        "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
-        for layer in range(num_layers)
-    ]
+def _granite(metadata: ArchitectureMetadata) -> dict[str, Any]:
+    return {
+        **_biases(metadata),
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.number("embedding_scale"),
+        "residual_multiplier": metadata.number("residual_scale"),
+        "logits_scaling": metadata.number("logit_scale"),
+    }
 
+
+_MIXTRAL = Architecture("mixtral", _mixtral, rotary_pairs=True)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, rotary_pairs=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe),
+    "gemma2": Architecture("gemma2", _gemma2, norm_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, norm_plus_one=True),
+    "phi3": Architecture("phi3", _phi3),
+    "granite": Architecture("granite", _granite, rotary_pairs=True),
+    "smollm3": Architecture("smollm3", _biases, rotary_pairs=True),
+    "olmo2": Architecture("olmo2"),
 }

@@ -1,6 +1,7 @@
 """Convert a GGUF file to a Hugging Face folder: config, weights, tokenizer, end tokens."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from gguf import GGMLQuantizationType
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kv8.models.conversion_cache import require_space
 from kv8.models.gguf_architectures import read_config
 from kv8.models.gguf_file import GGUFFile, open_gguf
 from kv8.models.gguf_tokenizer import end_tokens, write_tokenizer
@@ -15,6 +17,7 @@ from kv8.models.gguf_weights import write_weights
 
 # Part of the name of every converted folder: raise it when a conversion's result changes.
 CONVERTER_VERSION = 1
+_TOKENIZER_BYTES = 40 * 2**20  # of a large one
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
@@ -29,27 +32,19 @@ def convert_gguf(path: Path, folder: Path) -> None:
     """
     with open_gguf(path) as file:
         architecture, entries = read_config(file)
-        config = AutoConfig.for_model(
-            architecture.model_type,
-            **entries,
-            architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture.model_type]],
-            dtype=_dtype(file),
-        )
+        entries["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture.model_type]]
+        entries["dtype"] = _dtype(file)
+        config = AutoConfig.for_model(architecture.model_type, **entries)
+        require_space(folder, _converted_bytes(file, config.dtype))
         config.save_pretrained(folder)
         write_tokenizer(file, folder)
         _write_generation_config(file, config, folder)
         write_weights(file, architecture, config, folder)
 
 
-def converted_bytes(path: Path) -> int:
-    """Return about how many bytes `convert_gguf` will write for ``path``."""
-    with open_gguf(path) as file:
-        num_values = sum(_num_values(tensor.shape) for tensor in file.tensors.values())
-        return int(num_values * _dtype(file).itemsize * 1.05) + 2**26
-
-
-def _num_values(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def _converted_bytes(file: GGUFFile, dtype: torch.dtype) -> int:
+    num_values = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    return num_values * dtype.itemsize + _TOKENIZER_BYTES
 
 
 def _dtype(file: GGUFFile) -> torch.dtype:

@@ -23,6 +23,7 @@ from kv8.errors import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
+_PIECE_VALUES = 2**22
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
@@ -62,19 +63,30 @@ class GGUFFile:
 
     def values(self, name: str) -> NDArray[np.float32]:
         """Return tensor ``name`` unpacked to float32, in its row-major shape."""
+        return np.concatenate(list(self.pieces(name))).reshape(self.tensors[name].shape)
+
+    def pieces(self, name: str) -> Iterator[NDArray[np.float32]]:
+        """Yield tensor ``name`` unpacked to float32, a few whole rows at a time, flat."""
         tensor = self.tensors[name]
         block_values, block_bytes = GGML_QUANT_SIZES[tensor.type]
         row_bytes = tensor.shape[-1] // block_values * block_bytes
-        packed = np.frombuffer(self.data, np.uint8, tensor.num_bytes, tensor.start)
+        num_rows = max(1, _PIECE_VALUES // tensor.shape[-1])
+        end = tensor.start + tensor.num_bytes
+        for start in range(tensor.start, end, num_rows * row_bytes):
+            num_bytes = min(num_rows * row_bytes, end - start)
+            packed = np.frombuffer(self.data, np.uint8, num_bytes, start)
+            # A copy, for some types come back as a view of the mapping, which must close.
+            yield np.array(self._unpack(tensor, packed.reshape(-1, row_bytes))).reshape(-1)
+
+    def _unpack(self, tensor: GGUFTensor, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         try:
-            values = dequantize(packed.reshape(*tensor.shape[:-1], row_bytes), tensor.type)
+            values: NDArray[np.float32] = dequantize(rows, tensor.type)
         except NotImplementedError:
             raise ModelError(
-                f"{self.path.name}: tensor {name} is packed as {tensor.type.name}, which cannot be "
-                f"unpacked. Use a file with another quantization (Q4_K_M, Q8_0, F16, ...)."
+                f"{self.path.name}: tensor {tensor.name} is packed as {tensor.type.name}, which "
+                f"cannot be unpacked. Use a file packed otherwise (Q4_K_M, Q8_0, F16, ...)."
             ) from None
-        # float32 tensors come back as a view of the mapping, which must be free to close.
-        return np.array(values, dtype=np.float32)
+        return values
 
 
 @contextmanager

@@ -82,7 +82,11 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 def end_tokens(file: GGUFFile) -> list[int]:
     """Return the numbers of all tokens that end an answer, the file's end token first."""
     vocabulary = read_vocabulary(file)
-    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    named = [
+        number
+        for name in ("eos", "eot", "eom")
+        if vocabulary.text(number := file.metadata.get(f"tokenizer.ggml.{name}_token_id"))
+    ]
     controls = {token: number for number, token in vocabulary.of_type(TokenType.CONTROL)}
     known = [controls.get(token) for token in _ENDS]
     return list(dict.fromkeys(number for number in named + known if number is not None))
@@ -104,7 +108,7 @@ def _build(file: GGUFFile, vocabulary: Vocabulary, unknown: str | None) -> tuple
                 "words otherwise than the model was trained with.",
                 file.path.name,
             )
-        return byte_level_bpe(vocabulary, metadata.get("tokenizer.ggml.merges", []), pre)
+        return byte_level_bpe(vocabulary, metadata.get("tokenizer.ggml.merges"), pre)
     raise UnsupportedModelError(
         f"{file.path.name}: the tokenizer kind {kind!r} (tokenizer.ggml.model) cannot be "
         f"converted; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)."

@@ -87,7 +87,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def byte_level_bpe(vocabulary: Vocabulary, merges: list[str], pre: str) -> tuple[Tokenizer, bool]:
+def byte_level_bpe(vocabulary: Vocabulary, merges: object, pre: str) -> tuple[Tokenizer, bool]:
     """Build the tokenizer of ``vocabulary``, without special tokens.
 
     Returns:
@@ -103,6 +103,8 @@ def byte_level_bpe(vocabulary: Vocabulary, merges: list[str], pre: str) -> tuple
             f"{vocabulary.name}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not known, and "
             f"guessing would give other tokens. Known: {', '.join(sorted(PRE_TOKENIZERS))}."
         )
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise ModelError(f"{vocabulary.name} lacks tokenizer.ggml.merges.")
     cuts = [merge.find(" ", 1) for merge in merges]
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
     try:

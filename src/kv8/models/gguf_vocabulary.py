@@ -44,9 +44,9 @@ class Vocabulary:
             if kind in wanted:
                 yield number, token
 
-    def text(self, number: int | None) -> str | None:
+    def text(self, number: object) -> str | None:
         """Return the text of token ``number``; `None` where there is none."""
-        if number is None or not 0 <= number < len(self.tokens):
+        if not isinstance(number, int) or not 0 <= number < len(self.tokens):
             return None
         return self.tokens[number]
 
@@ -63,6 +63,8 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
         raise ModelError(f"{name} holds no tokenizer (tokenizer.ggml.tokens).")
     types = metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
     scores = metadata.get("tokenizer.ggml.scores", [])
+    if not isinstance(types, list) or not isinstance(scores, list):
+        raise ModelError(f"{name}: types and scores of tokens must be lists.")
     if len(types) != len(tokens) or len(scores) not in (0, len(tokens)):
         raise ModelError(
             f"{name}: {len(tokens)} tokens, but {len(types)} types and {len(scores)} scores."

@@ -1,18 +1,18 @@
-"""From a GGUF file's tensors to the weights of a transformers model, one tensor at a time.
+"""From a GGUF file's tensors to the weights of a transformers model, a few megabytes at a time.
 
 Every parameter of the model must come from the file and every tensor of the file must be used:
 a name that matches nothing is an error, never a random or forgotten weight.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import gguf
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kv8.errors import ModelError
@@ -20,6 +20,10 @@ from kv8.models.gguf_architectures import Architecture
 from kv8.models.gguf_file import GGUFFile
 
 SHARD_BYTES = 2**30
+# Read into the config, and no parameters in transformers.
+_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+# transformers keeps these two of a GGUF file as one, gate before up.
+_FUSED_EXPERTS = re.compile(r"model\.layers\.(\d+)\..*experts\.gate_up_proj")
 
 
 def write_weights(
@@ -34,17 +38,12 @@ def write_weights(
     """
     shapes = _parameter_shapes(config)
     sources = _match(file, config, shapes)
-    shards = _plan_shards(shapes, config.dtype.itemsize)
+    shards = list(_plan_shards(shapes, config.dtype.itemsize))
     index: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         single = len(shards) == 1
         shard = "model" if single else f"model-{number:05}-of-{len(shards):05}"
-        tensors = {
-            name: torch.from_numpy(_restore(file.values(sources[name]), name, architecture, config))
-            .to(config.dtype)
-            .contiguous()
-            for name in names
-        }
+        tensors = {name: _read(file, sources[name], name, architecture, config) for name in names}
         save_file(tensors, folder / f"{shard}.safetensors", metadata={"format": "pt"})
         index |= dict.fromkeys(names, f"{shard}.safetensors")
     if len(shards) > 1:
@@ -63,25 +62,27 @@ def _parameter_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
 
 
 def _match(
-    file: GGUFFile, config: PretrainedConfig, shapes: dict[str, torch.Size]
-) -> dict[str, str]:
-    """Return, for each parameter, the tensor of the file it comes from."""
+    file: GGUFFile, config: PretrainedConfig, shapes: Mapping[str, torch.Size]
+) -> dict[str, list[str]]:
+    """Return, for each parameter, the tensors of the file it is made of, in order of rows."""
     codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(codes[file.architecture], config.num_hidden_layers)
-    sources: dict[str, str] = {}
+    sources: dict[str, list[str]] = {}
     for parameter, shape in shapes.items():
-        source = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
-        tensor = file.tensors.get(source or "")
-        if tensor is None:
-            raise ModelError(f"{file.path.name} lacks the tensor {source} for {parameter}.")
-        if tensor.shape != tuple(shape):
-            raise ModelError(
-                f"{file.path.name}: tensor {source} has the shape {tensor.shape}, but its "
-                f"metadata makes {parameter} {tuple(shape)}."
-            )
-        sources[parameter] = tensor.name
-    unused = sorted(set(file.tensors) - set(sources.values()))
-    if unused:
+        if fused := _FUSED_EXPERTS.fullmatch(parameter):
+            layer = fused.group(1)
+            wanted = [f"blk.{layer}.ffn_gate_exps.weight", f"blk.{layer}.ffn_up_exps.weight"]
+        else:
+            source = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+            # The name of a bare parameter, such as all experts of a layer, lacks the suffix.
+            wanted = [source if source in file.tensors else f"{source}.weight"]
+        for source in wanted:
+            if source not in file.tensors:
+                raise ModelError(f"{file.path.name} lacks the tensor {source} for {parameter}.")
+        _check_shape(file, wanted, parameter, tuple(shape))
+        sources[parameter] = wanted
+    used = {source for wanted in sources.values() for source in wanted} | _NOT_WEIGHTS
+    if unused := sorted(set(file.tensors) - used):
         raise ModelError(
             f"{file.path.name} holds {len(unused)} tensors that {config.architectures[0]} has no "
             f"place for: {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}."
@@ -89,11 +90,21 @@ def _match(
     return sources
 
 
-def _plan_shards(shapes: dict[str, torch.Size], value_bytes: int) -> list[list[str]]:
-    return list(_fill_shards(shapes, value_bytes))
+def _check_shape(
+    file: GGUFFile, sources: list[str], parameter: str, shape: tuple[int, ...]
+) -> None:
+    found = [file.tensors[source].shape for source in sources]
+    # Fused experts [experts, rows, columns] are joined along their rows.
+    joined = found[0] if len(found) == 1 else (found[0][0], 2 * found[0][1], *found[0][2:])
+    if joined != shape or any(other != found[0] for other in found):
+        raise ModelError(
+            f"{file.path.name}: {' and '.join(sources)} of shape {found[0]} cannot become "
+            f"{parameter} {shape}, the shape its metadata gives."
+        )
 
 
-def _fill_shards(shapes: dict[str, torch.Size], value_bytes: int) -> Iterator[list[str]]:
+def _plan_shards(shapes: Mapping[str, torch.Size], value_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of each file's tensors: in order, up to `SHARD_BYTES` or one tensor."""
     shard: list[str] = []
     filled = 0
     for name, shape in shapes.items():
@@ -106,20 +117,41 @@ def _fill_shards(shapes: dict[str, torch.Size], value_bytes: int) -> Iterator[li
     yield shard
 
 
-def _restore(
-    values: NDArray[np.float32], name: str, architecture: Architecture, config: PretrainedConfig
-) -> NDArray[np.float32]:
-    """Undo what GGUF writers do to the weights of ``architecture``."""
-    if architecture.norm_plus_one and name.endswith("norm.weight"):
-        return values - np.float32(1)
+def _read(
+    file: GGUFFile,
+    sources: list[str],
+    name: str,
+    architecture: Architecture,
+    config: PretrainedConfig,
+) -> Tensor:
+    """Return the weight ``name``, undone of what GGUF writers do to it."""
+    added = 1.0 if architecture.norm_plus_one and name.endswith("norm.weight") else 0.0
+    parts = [_unpack(file, source, added, config.dtype) for source in sources]
+    weight = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if architecture.rotary_pairs and ".self_attn.q_proj." in name:
-        return _split_pairs(values, config.num_attention_heads)
+        return _split_pairs(weight, config.num_attention_heads)
     if architecture.rotary_pairs and ".self_attn.k_proj." in name:
-        return _split_pairs(values, config.num_key_value_heads)
-    return values
+        return _split_pairs(weight, config.num_key_value_heads)
+    return weight
 
 
-def _split_pairs(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Reorder rows (a0 b0 a1 b1 ...) of every head to (a0 a1 ... b0 b1 ...)."""
-    pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(rows.shape)
+def _unpack(file: GGUFFile, source: str, added: float, dtype: torch.dtype) -> Tensor:
+    """Return tensor ``source`` less ``added``, rounded to ``dtype``."""
+    weight = torch.empty(file.tensors[source].shape, dtype=dtype)
+    flat = weight.view(-1)
+    start = 0
+    for values in file.pieces(source):
+        flat[start : start + values.size] = torch.from_numpy(values - added if added else values)
+        start += values.size
+    return weight
+
+
+def _split_pairs(rows: Tensor, num_heads: int) -> Tensor:
+    """Reorder rows (a0 b0 a1 b1 ...) of every head to (a0 a1 ... b0 b1 ...).
+
+    Args:
+        rows: [num_heads * D, ...], weights or biases.
+        num_heads: how many heads of D rows.
+    """
+    pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape).contiguous()

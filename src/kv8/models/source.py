@@ -12,7 +12,7 @@ from pathlib import Path
 from kv8.errors import ModelError
 from kv8.models.builtin import BUILTIN_MODELS, BuiltinModel, fetch_gguf
 from kv8.models.conversion_cache import cached_folder
-from kv8.models.gguf_convert import CONVERTER_VERSION, convert_gguf, converted_bytes
+from kv8.models.gguf_convert import CONVERTER_VERSION, convert_gguf
 from kv8.models.source_folder import check_folder
 from kv8.models.source_hub import MODEL_FILES, fetch_from_hub, is_hub_id
 
@@ -69,7 +69,6 @@ def _builtin(builtin: BuiltinModel) -> ModelSource:
             "converter_version": CONVERTER_VERSION,
         },
         build,
-        needed_bytes=builtin.needed_bytes,
     )
     return ModelSource(builtin.name, folder, f"built-in {builtin.name}: {builtin.title}")
 
@@ -94,7 +93,6 @@ def _gguf_file(model: str, path: Path) -> ModelSource:
             "converter_version": CONVERTER_VERSION,
         },
         lambda target, _: convert_gguf(path, target),
-        needed_bytes=converted_bytes(path),
     )
     return ModelSource(model, folder, f"GGUF file {path}")
 

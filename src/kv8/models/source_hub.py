@@ -37,7 +37,11 @@ def fetch_from_hub(model: str, files: Sequence[str], check: Callable[[Path], Non
         check(folder)
     except (LocalEntryNotFoundError, ModelError):
         folder = _download(model, files)
+    try:
         check(folder)
+    except ModelError as error:
+        # Without network the client hands out what part of a model it has, as if it were all.
+        raise ModelError(f"{model} is not whole, as far as it could be fetched: {error}") from error
     return folder
 
 

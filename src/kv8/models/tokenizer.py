@@ -31,7 +31,7 @@ def load_tokenizer(source: ModelSource, override: str | None = None) -> PreTrain
     # a folder converted here says exactly what is meant.
     loader = PreTrainedTokenizerFast if (folder / PROVENANCE).exists() else AutoTokenizer
     try:
-        return loader.from_pretrained(folder, local_files_only=True)
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ModelError(
