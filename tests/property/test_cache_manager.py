@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from tests.cache_models import make_geometry, make_plan
 
-from cache_models import make_geometry, make_plan
 from kv8.cache.capacity import longest_sequence, peak_blocks
 from kv8.cache.layout import CacheLayout, make_layout
 from kv8.cache.manager import CacheManager
