@@ -89,6 +89,7 @@ def _load(
             dtype=dtype,
             attn_implementation=INTERFACE_NAME,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below by name
             local_files_only=True,
             output_loading_info=True,
         )
@@ -101,7 +102,10 @@ def _load(
 
 def _account_for_every_tensor(folder: Path, info: dict[str, Any]) -> None:
     """Raise unless every weight was in the file and every tensor in the file was used."""
-    mismatched = sorted(str(entry[0]) for entry in info.get("mismatched_keys") or ())
+    mismatched = sorted(
+        f"{name} ({tuple(stored)}, not {tuple(wanted)})"
+        for name, stored, wanted in info.get("mismatched_keys") or ()
+    )
     unused = sorted(
         name
         for name in info.get("unexpected_keys") or ()
@@ -116,7 +120,7 @@ def _account_for_every_tensor(folder: Path, info: dict[str, Any]) -> None:
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             raise ModelError(
-                f"{folder}: {len(names)} tensors {problem}: "
+                f"{folder}: tensors that {problem}: "
                 f"{', '.join(names[:_MOST_NAMES])}{more}. The weights and config.json "
                 f"do not belong together; download the model again."
             )
