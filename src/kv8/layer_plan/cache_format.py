@@ -8,7 +8,7 @@ from kv8.scales.declaration import CacheDeclaration
 def resolve_cache_format(
     option: str, declaration: CacheDeclaration | None, model_dtype: str
 ) -> tuple[KVFormat, str]:
-    """Return the cache's format and a sentence that says what decided it.
+    """Return the cache's format and what decided it, in words without a full stop.
 
     Args:
         option: the value of ``kv_cache_dtype``; an alias (``fp8``) becomes its concrete name.
@@ -25,27 +25,24 @@ def resolve_cache_format(
     if declaration is not None:
         _require_served(declaration)
         chosen = _format(declaration.format, declaration.where)
-        return chosen, f"{chosen.name}: the checkpoint declares it ({declaration.where})."
+        return chosen, f"the checkpoint declares it ({declaration.where})"
     chosen = _format(model_dtype, "the model's dtype")
     return chosen, (
-        f"{chosen.name}: the model's dtype; no kv_cache_dtype was given and the checkpoint "
-        "declares none."
+        "the model's dtype: no kv_cache_dtype was given and the checkpoint declares none"
     )
 
 
 def _explicit(option: str, declaration: CacheDeclaration | None) -> tuple[KVFormat, str]:
     chosen = _format(option, "kv_cache_dtype")
     alias = f" (fp8 is short for {chosen.name})" if option in ALIASES else ""
-    reason = f"{chosen.name}: kv_cache_dtype={option} was given{alias}"
+    reason = f"kv_cache_dtype={option} was given{alias}"
     if declaration is None:
-        return chosen, reason + "."
+        return chosen, reason
     if chosen.quantized:
         _require_served(declaration)
-    verb = "as the checkpoint declares" if chosen.name == declaration.format else "it overrides"
-    declared = "" if chosen.name == declaration.format else f" {declaration.format} declared in"
-    if declaration.refusal:
-        return chosen, f"{reason}; it overrides what {declaration.where} declares."
-    return chosen, f"{reason}; {verb}{declared} ({declaration.where})."
+    if chosen.name == declaration.format:
+        return chosen, f"{reason}, as the checkpoint declares ({declaration.where})"
+    return chosen, f"{reason}, which overrides what the checkpoint declares ({declaration.where})"
 
 
 def _require_served(declaration: CacheDeclaration) -> None:

@@ -51,7 +51,7 @@ class Section:
     @property
     def method(self) -> str:
         """The quantization method's name, with one spelling each."""
-        named = self.fields.get("quant_method") or self.fields.get("quant_library")
+        named = self.fields.get("quant_method")
         if not named:
             named = "compressed-tensors" if "config_groups" in self.fields else "unknown"
         return str(named).lower().replace("_", "-")
@@ -63,12 +63,9 @@ def quantization_section(config: Mapping[str, Any]) -> Section | None:
     Raises:
         ModelError: the section is no JSON object.
     """
-    for path in (("quantization_config",), ("compression_config",)):
-        for outer in ((), ("text_config",)):
-            value: Any = config
-            for key in (*outer, *path):
-                value = value.get(key) if isinstance(value, Mapping) else None
-            where = f"config.json: {'.'.join((*outer, *path))}"
+    for prefix, part in (("", config), ("text_config.", _mapping(config.get("text_config")))):
+        for key in ("quantization_config", "compression_config"):
+            value, where = part.get(key), f"config.json: {prefix}{key}"
             if value is None:
                 continue
             if not isinstance(value, Mapping):
@@ -135,8 +132,8 @@ def quantizes(section: Section) -> Quantized:
         algorithm = (nested if isinstance(nested, Mapping) else fields).get("quant_algo")
         return "weights" if algorithm or fields.get("config_groups") else "cache"
     if section.method == "quark":
-        specs = [fields.get("global_quant_config"), *_quark_specs(fields).values()]
-        return "weights" if any(spec and spec.get("weight") for spec in specs) else "cache"
+        specs = [_mapping(fields.get("global_quant_config")), *_quark_specs(fields).values()]
+        return "weights" if any(spec.get("weight") for spec in specs) else "cache"
     if section.method != "compressed-tensors":
         return "weights"
     sparsity = fields.get("sparsity_config") or {}
@@ -172,17 +169,24 @@ def _with_attention_groups(
     return found
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _groups(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    groups = fields.get("config_groups") or {}
-    return groups if isinstance(groups, Mapping) else {}
+    return _mapping(fields.get("config_groups"))
 
 
 def _is_attention_group(group: Any) -> bool:
     """Whether a config group quantizes attention's inputs and no weights."""
     if not isinstance(group, Mapping) or group.get("weights"):
         return False
-    targets = group.get("targets") or []
-    return bool(targets) and all(re.search(r"(?i)att(?:n|ention)\$?$", str(t)) for t in targets)
+    targets = group.get("targets")
+    return (
+        isinstance(targets, list)
+        and bool(targets)
+        and all(re.search(r"(?i)att(?:n|ention)\$?$", str(t)) for t in targets)
+    )
 
 
 def _attention_groups(section: Section) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -193,19 +197,21 @@ def _attention_groups(section: Section) -> Iterator[tuple[Mapping[str, Any], str
 
 
 def _quark_specs(fields: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    layers = fields.get("layer_quant_config") or fields.get("kv_cache_quant_config") or {}
-    return {name: spec for name, spec in layers.items() if isinstance(spec, Mapping)}
+    layers = fields.get("layer_quant_config") or fields.get("kv_cache_quant_config")
+    return {name: _mapping(spec) for name, spec in _mapping(layers).items()}
 
 
 def _quark(section: Section) -> CacheDeclaration | None:
     """Quark: static output quantization of the k and v projections stands for the cache."""
     fields = section.fields
-    export = fields.get("export")
-    patterns = export.get("kv_cache_group") if isinstance(export, Mapping) else None
+    patterns = _mapping(fields.get("export")).get("kv_cache_group")
     if not patterns:
         return None
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
+        raise ModelError(f"{section.where}.export.kv_cache_group is {patterns!r}, expected names.")
     where = f"{section.where}.layer_quant_config"
-    outputs = {name: spec.get("output_tensors") for name, spec in _quark_specs(fields).items()}
+    outputs = {n: _mapping(spec.get("output_tensors")) for n, spec in _quark_specs(fields).items()}
     found = CacheDeclaration("quark", f"{section.where}.export.kv_cache_group")
     for pattern in patterns:
         specs = [(n, s) for n, s in outputs.items() if n == pattern or fnmatchcase(n, pattern)]
@@ -213,7 +219,7 @@ def _quark(section: Section) -> CacheDeclaration | None:
             lost = f"{found.where} lists {pattern!r}, but {where} has no output_tensors for it"
             return replace(found, refusal=lost)
         for name, spec in specs:
-            refusal = quark_refusal(spec or {}, f"{where}.{name}.output_tensors")
+            refusal = quark_refusal(spec, f"{where}.{name}.output_tensors")
             if refusal:
                 return replace(found, refusal=refusal)
     return replace(found, queries=bool(outputs.get("*q_proj")))

@@ -166,13 +166,13 @@ def _defaults(
 
 
 def _by_sides(missing: Sequence[tuple[int, Side]]) -> str:
-    """Say which sides are missing where: ``"k scale in layer 3 and no v scale in layers 1, 3"``."""
+    """Say what is missing: ``"v scale in layer 3 and no k or v scale in layers 5, 7"``."""
     layers: dict[int, str] = {}
     for layer, side in missing:
         layers[layer] = layers.get(layer, "") + side
     groups: dict[str, list[int]] = {}
     for layer, sides in layers.items():
-        groups.setdefault(" and ".join(sides), []).append(layer)
+        groups.setdefault(" or ".join(sides), []).append(layer)
     return " and no ".join(f"{sides} scale in {layer_list(n)}" for sides, n in groups.items())
 
 

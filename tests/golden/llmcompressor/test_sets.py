@@ -37,10 +37,7 @@ def test_there_are_fourteen_sets() -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_number_arrives_with_its_tensors_name(tmp_path: Path, name: str) -> None:
-    """Pitfall 1: every scale tensor of the file is bound, with exactly its numbers.
-
-    Pitfall 73: per-head scales are taken per head.
-    """
+    """Pitfalls 1, 73: every scale tensor of the file is bound, per head where it is per head."""
     checkpoint = read_checkpoint(golden_folder(tmp_path, name), geometry(name))
     resolved = resolve(name, checkpoint)
     stored = golden_tensors(name)
@@ -103,7 +100,7 @@ def test_half_the_layers_without_scales_do_not_start(tmp_path: Path, name: str) 
     kept = {tensor: value for tensor, value in stored.items() if not odd.match(tensor)}
     checkpoint = read_checkpoint(golden_folder(tmp_path, name, kept), geometry(name))
     lost = ", ".join(str(n) for n in range(1, len(geometry(name).layers), 2))
-    with pytest.raises(ScaleError, match=rf"no k and v scale in layers {lost}\."):
+    with pytest.raises(ScaleError, match=rf"no k or v scale in layers {lost}\."):
         resolve(name, checkpoint)
     resolved = resolve(name, checkpoint, missing_scales="default")
     assert resolved.uncalibrated_layers == tuple(range(1, len(geometry(name).layers), 2))

@@ -81,7 +81,7 @@ Q9 = [float(n) for n in range(1, 10)]
 HEAD_CASES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "tensor: k(1,)=0.5 v=0.25 q=0.125": ("tensor", {"k": [0.5], "v": [0.25], "q": [0.125]}, None),
     "tensor: 0-dim k=0.5 v=0.25": ("tensor", {"k": 0.5, "v": 0.25}, None),
-    "tensor: nothing": ("tensor", {}, "no k and v scale"),
+    "tensor: nothing": ("tensor", {}, "no k or v scale"),
     "tensor: k only 0.5": ("tensor", {"k": [0.5]}, "no v scale"),
     "tensor: k nan, v 0, q -2": (
         "tensor",
@@ -105,7 +105,7 @@ HEAD_CASES: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {"k": [0.125, math.nan, 0.5], "v": [0.5, 0.0, -0.125]},
         "head 1 is not a number",
     ),
-    "attn_head: nothing": ("attn_head", {}, "no k and v scale"),
+    "attn_head: nothing": ("attn_head", {}, "no k or v scale"),
 }
 # kv8 has no tensor parallelism: one process holds every head.
 ELSEWHERE = {"attn_head: tp rank 1 of 3", "attn_head: tp rank 4 of 6"}

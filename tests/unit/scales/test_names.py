@@ -53,10 +53,9 @@ LAYOUTS = {
 def test_every_layout_resolves_under_every_prefix(
     prefix: str, tail: str, sides: tuple[str, ...]
 ) -> None:
-    """Pitfall 3: one resolver for all architectures and layouts.
+    """Pitfalls 3, 5: one resolver for all architectures and layouts, before any other mapping.
 
-    Pitfall 5: the per-projection and fused names are resolved as they stand in the file, before
-    any mapping of projections.
+    Per-projection and fused names are resolved as they stand in the file.
     """
     bound = resolve_name(f"{prefix}17.{tail}")
     assert bound is not None

@@ -46,14 +46,14 @@ def test_three_flags_by_three_checkpoints(
     format_name: str | None,
     origin: str | None,
 ) -> None:
-    """Pitfall 13: flag auto/bf16/fp8 by declaration none/with scales/without scales.
+    """Pitfalls 13, 2: flag auto/bf16/fp8 by declaration none/with scales/without scales.
 
-    ``None`` as the format stands for a refusal (pitfall 2).
+    ``None`` as the format stands for a refusal.
     """
     tensors = scale_tensors() if brings else None
     folder = write_folder(tmp_path, tensors, compressed_tensors() if declares else None)
     if format_name is None:
-        with pytest.raises(KV8Error, match="no k and v scale in layers 0-3"):
+        with pytest.raises(KV8Error, match="no k or v scale in layers 0-3"):
             decide(folder, option)
         return
     chosen, resolved = decide(folder, option)
@@ -87,9 +87,9 @@ def test_an_unsupported_scheme_does_not_start(
 def test_quantized_weights_without_cache_scales_run_uncalibrated(
     tmp_path: Path, option: str
 ) -> None:
-    """Pitfall 10: FP8 weights without KV scales start, with every layer at the default.
+    """Pitfalls 10, 68: quantized weights without KV scales start, with every layer at 1.0.
 
-    Pitfall 68: a weight-only checkpoint is no reason to refuse e5m2.
+    That weights are quantized is no reason to refuse e5m2.
     """
     weights = {"model.layers.0.self_attn.k_proj.weight_scale": 0.1}
     for quantization in ({"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 4}):

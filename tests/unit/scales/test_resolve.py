@@ -80,7 +80,7 @@ def test_a_lost_layer_is_refused_by_number(tmp_path: Path, declared: bool) -> No
     """
     tensors = without(scale_tensors(), "2.self_attn.k_scale", "2.self_attn.v_scale")
     checkpoint = checkpoint_of(tmp_path, tensors, compressed_tensors() if declared else None)
-    with pytest.raises(ScaleError, match=r"no k and v scale in layer 2\b") as error:
+    with pytest.raises(ScaleError, match=r"no k or v scale in layer 2\b") as error:
         resolve(checkpoint)
     assert "missing_scales=default" in str(error.value)
     resolved = resolve(checkpoint, missing_scales="default")
@@ -96,7 +96,7 @@ def test_a_skipped_layer_needs_no_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "missing"), [("kv", None), ("k", "v"), ("v", "k"), ("", "k and v")]
+    ("present", "missing"), [("kv", None), ("k", "v"), ("v", "k"), ("", "k or v")]
 )
 def test_one_side_two_sides_no_side(tmp_path: Path, present: str, missing: str | None) -> None:
     """Pitfall 9: both, none, K only and V only each have an outcome, named by layer and side."""
@@ -176,9 +176,9 @@ def test_what_could_have_no_effect_is_refused() -> None:
 
 
 def test_e4m3_scales_are_used_for_e5m2_and_it_is_said(tmp_path: Path) -> None:
-    """Pitfall 40: a scale given for e5m2 is used, and uncalibrated e5m2 warns like e4m3.
+    """Pitfalls 40, 68: a scale given for e5m2 is used, in a message that names its tensor.
 
-    Pitfall 68: the message names a scale tensor.
+    Uncalibrated e5m2 warns like e4m3.
     """
     resolved = resolve(checkpoint_of(tmp_path, scale_tensors()), format=FP8_E5M2)
     scale = resolved.scales.layer(0).k
