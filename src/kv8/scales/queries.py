@@ -75,14 +75,10 @@ def decide_queries(
 def _usable(
     layers: Sequence[LayerGeometry], sources: ScaleSources
 ) -> tuple[dict[int, Scale], list[ScaleProblem]]:
-    suspect = {
-        id(source): [problem for problem in source.problems if problem.side == "q"]
-        for source in sources.ordered
-    }
     found: dict[int, Scale] = {}
     problems: list[ScaleProblem] = []
     for source in sources.ordered:
-        bad = suspect[id(source)]
+        bad = [problem for problem in source.problems if problem.side == "q"]
         needed = [layer.layer for layer in layers if layer.layer not in found]
         if bad and needed:
             problems += bad
