@@ -163,11 +163,14 @@ def find_attention_modules(module: Any, geometry: ModelGeometry) -> dict[int, An
         ours = getattr(part, "config", decoder) is decoder
         if isinstance(number, int) and ours and _looks_up_attention(type(part)):
             found.setdefault(number, []).append(part)
+    known = {layer.layer for layer in geometry.layers}
     for number, parts in found.items():
-        if len(parts) != 1:
+        wanted = 1 if number in known else 0
+        if len(parts) != wanted:
             raise UnsupportedModelError(
                 f"kv8 cannot serve {geometry.architecture} correctly: layer {number} has "
-                f"{len(parts)} attention modules that use the attention interface, not one."
+                f"{len(parts)} attention modules that use the attention interface, but its config "
+                f"speaks of {wanted}."
             )
     return {number: parts[0] for number, parts in found.items()}
 
