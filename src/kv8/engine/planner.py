@@ -24,7 +24,7 @@ class PlanRow:
         setting: dtype, and the skip list if it has one.
         dtype: the cache's format.
         skip: the skip list's entries.
-        chosen: whether ``kv_cache_dtype=auto`` and the given skip list come to this row.
+        chosen: whether this is what an engine with these options would have.
         capacity: what the memory holds.
         gain: tokens over those of the model's dtype.
         note: what limits the gain, or is short, in a sentence; often empty.
@@ -57,7 +57,7 @@ class PlanRow:
             "scale_bytes": held.scale_bytes,
             "memory_bytes": held.memory_bytes,
             "gain": self.gain,
-            "auto": self.chosen,
+            "chosen": self.chosen,
             "note": self.note,
         }
 
@@ -78,7 +78,7 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
     if options.dtype != "auto":
         geometry = replace(geometry, model_dtype=options.dtype)
     declaration = read_checkpoint(source.folder, geometry).declaration
-    auto, _ = resolve_cache_format(options.kv_cache_dtype, declaration, geometry.model_dtype)
+    chosen, _ = resolve_cache_format(options.kv_cache_dtype, declaration, geometry.model_dtype)
     skip = options.skip_layers
     base = _hold(options, geometry, geometry.model_dtype, (), memory_bytes)
     rows = []
@@ -93,7 +93,7 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
                     setting=dtype + (f", skip {' '.join(entries)}" if entries else ""),
                     dtype=dtype,
                     skip=tuple(entries),
-                    chosen=dtype == auto.name and (entries == skip or not auto.quantized),
+                    chosen=dtype == chosen.name and (entries == skip or not chosen.quantized),
                     capacity=held,
                     gain=gain,
                     note=_note(layout, held, gain=gain, ratio=ratio),

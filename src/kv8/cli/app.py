@@ -1,0 +1,102 @@
+"""The program ``kv8``: its commands, and how an error ends it.
+
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted. An error is one
+line on stderr; ``--debug`` adds the trace.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from kv8._version import __version__
+from kv8.cli.argv import normalise
+from kv8.cli.chat import chat
+from kv8.cli.demo import demo
+from kv8.cli.generate import generate
+from kv8.cli.inspect import inspect
+from kv8.cli.options_view import LIST_FLAGS
+from kv8.cli.plan import plan
+from kv8.errors import KV8Error
+
+# typer's own errors, wherever the installed version keeps them.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kv8 {__version__}")
+        raise typer.Exit
+
+
+def make_app() -> typer.Typer:
+    """Return the program with all its commands."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def _program(
+        version: bool = typer.Option(
+            False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+        ),
+    ) -> None:
+        """Run language models with a quantized KV cache that says what it stores and costs."""
+
+    for command in (generate, chat, plan, inspect, demo):
+        app.command()(command)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kv8`` with ``argv`` (default: the process's own) and return the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    command = typer.main.get_command(make_app())
+    try:
+        words = normalise(argv, flags=_all_flags(command), lists=LIST_FLAGS)
+        return int(command.main(words, prog_name="kv8", standalone_mode=False) or 0)
+    except KV8Error as error:
+        return _fail(argv, str(error), error.exit_code)
+    except _UsageError as error:
+        return _fail(argv, _usage_message(error, argv), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(argv, "interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout has gone; nothing is left to say
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last line of defence of a program
+        kind = type(error).__name__
+        return _fail(argv, f"{kind}: {error} (this is a bug in kv8; --debug shows where)", 1)
+
+
+def _fail(argv: Sequence[str], message: str, code: int) -> int:
+    if "--debug" in argv and code != 130:
+        traceback.print_exc()
+    one_line = " ".join(message.split())
+    print(f"kv8: error: {one_line}", file=sys.stderr)  # noqa: T201 - this is the program's voice
+    return code
+
+
+def _usage_message(error: Exception, argv: Sequence[str]) -> str:
+    message: str = error.format_message()  # type: ignore[attr-defined]
+    given = {word.replace("_", "-") for word in argv}
+    if message.startswith("Missing argument") and (listed := sorted(given & LIST_FLAGS)):
+        message += (
+            f" ({listed[0]} takes every word up to the next flag: put the arguments before it)"
+        )
+    return f"{message} Try 'kv8 --help'."
+
+
+def _all_flags(command: object) -> set[str]:
+    commands = getattr(command, "commands", {}).values()
+    return {
+        flag
+        for each in (command, *commands)
+        for parameter in getattr(each, "params", ())
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+        if flag.startswith("--")
+    }

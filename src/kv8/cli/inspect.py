@@ -1,0 +1,31 @@
+"""``kv8 inspect MODEL``: the layer table, from configuration and scales, without weights."""
+
+from typing import Any
+
+from kv8.cli.options_view import ModelArgument, engine_flags, with_flags
+from kv8.cli.output import note, output_flags, say, say_json, start_logging
+
+
+@with_flags(engine=engine_flags(), output=output_flags())
+def inspect(
+    model: ModelArgument,
+    *,
+    engine: dict[str, Any],
+    output: dict[str, Any],
+) -> None:
+    """Show what each layer would store, under which scales, and where they come from."""
+    start_logging(verbose=output["verbose"])
+    from kv8.options import EngineOptions
+
+    options = EngineOptions(model=model, **engine)
+    from kv8.engine.report import planned_report
+    from kv8.engine.resolve import resolve_options
+
+    config = resolve_options(options)
+    report = planned_report(config)
+    if output["json"]:
+        say_json(report.as_json())
+    else:
+        say(str(report))
+    for warning in config.warnings:
+        note(f"kv8: warning: {warning}")

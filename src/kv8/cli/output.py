@@ -1,0 +1,49 @@
+"""What all commands share: where words go. Results to stdout, everything else to stderr."""
+
+import inspect
+import json as json_module
+import logging
+import sys
+from typing import Any
+
+import typer
+
+
+def output_flags() -> list[inspect.Parameter]:
+    """Return the flags every command has."""
+    return [
+        _flag("json", "Print the result as JSON, alone on stdout.", "--json"),
+        _flag("verbose", "Log every decision and its reason.", "--verbose", "-v"),
+        _flag("debug", "Show the trace behind an error.", "--debug"),
+    ]
+
+
+def _flag(name: str, text: str, *spellings: str) -> inspect.Parameter:
+    option = typer.Option(False, *spellings, help=text)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=option, annotation=bool)
+
+
+def start_logging(*, verbose: bool) -> None:
+    """Send kv8's log to stderr: warnings, and with ``verbose`` every decision."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("kv8: %(levelname)s: %(message)s"))
+    log = logging.getLogger("kv8")
+    log.handlers[:] = [handler]
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    log.propagate = False
+
+
+def say(text: str = "") -> None:
+    """Print a result."""
+    typer.echo(text)
+
+
+def note(text: str) -> None:
+    """Print what accompanies a result, to stderr."""
+    typer.echo(text, err=True)
+
+
+def say_json(value: Any) -> None:
+    """Print a result as JSON."""
+    typer.echo(json_module.dumps(value, ensure_ascii=False, indent=2))
