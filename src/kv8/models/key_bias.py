@@ -26,7 +26,7 @@ def layers_with_huge_key_bias(model: HookedModel, finite_max: float) -> dict[int
     found = {}
     for number, module in model.attention_modules.items():
         geometry = model.geometry.layer(number)
-        norms = [float(bias.float().norm()) for bias in _key_biases(module, geometry)]
+        norms = [float(bias.detach().float().norm()) for bias in _key_biases(module, geometry)]
         largest = max(norms, default=0.0)
         if geometry.owns_kv and largest >= finite_max:
             found[number] = largest
