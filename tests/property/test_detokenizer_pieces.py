@@ -2,9 +2,9 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.text_tokenizers import byte_fallback, byte_level
 
 from kv8.engine.detokenizer import Detokenizer, TokenDecoder
-from text_tokenizers import byte_fallback, byte_level
 
 texts = st.text(
     st.sampled_from("abthe ndok\n\t안녕하세요한국어é👩\u200d👧🏽漢ß\u0301")

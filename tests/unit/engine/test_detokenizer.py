@@ -1,9 +1,9 @@
 """Incremental detokenization over real tokenizer kinds: byte-level and byte fallback."""
 
 import pytest
+from tests.text_tokenizers import byte_fallback, byte_level
 
 from kv8.engine.detokenizer import Detokenizer, TokenDecoder
-from text_tokenizers import byte_fallback, byte_level
 
 TEXT = "Grüße, 안녕하세요! 👩‍👩‍👧 family — ok\n  two  spaces"
 

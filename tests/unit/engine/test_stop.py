@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.text_tokenizers import byte_level
 
 from kv8.engine.detokenizer import Detokenizer, TokenDecoder
 from kv8.engine.stop import OutputText, Stop, StopStrings
 from kv8.sampling_params import SamplingParams
-from text_tokenizers import byte_level
 
 
 def feed(stops: StopStrings, parts: list[str], armed_from: int = 0) -> tuple[list[str], str | None]:
