@@ -83,7 +83,7 @@ def write_gguf(
     }
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in entries.items():
-        _add(writer, key, value)
+        write_entry(writer, key, value)
     for name, values in (_tensors(model, architecture) | dict(tensors or {})).items():
         kind = packing if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         packed = gguf.quantize(values.astype(np.float32), kind)
@@ -95,7 +95,8 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def write_entry(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add one metadata entry; `None` adds nothing."""
     if value is None:
         return
     if isinstance(value, bool):

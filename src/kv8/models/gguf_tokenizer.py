@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
         for ours, theirs in _NAMED_TOKENS.items()
     }
     tokenizer, add_bos = _build(file, vocabulary, named["unk_token"])
-    # Matched longest first on the raw text, before any normalizing, as llama.cpp does. The rest
-    # (unused, byte) are tokens the model may emit but text never turns into.
-    specials = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
-    tokenizer.add_tokens(
-        [AddedToken(token, special=True, normalized=False) for _, token in specials]
-        + [
-            AddedToken(token, special=False, normalized=False)
-            for _, token in vocabulary.of_type(TokenType.USER_DEFINED)
-        ]
-    )
+    tokenizer.add_tokens(_added_tokens(file, vocabulary))
     _surround(tokenizer, vocabulary, file.metadata, named, add_bos=add_bos)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
@@ -90,6 +82,23 @@ def end_tokens(file: GGUFFile) -> list[int]:
     controls = {token: number for number, token in vocabulary.of_type(TokenType.CONTROL)}
     known = [controls.get(token) for token in _ENDS]
     return list(dict.fromkeys(number for number in named + known if number is not None))
+
+
+def _added_tokens(file: GGUFFile, vocabulary: Vocabulary) -> list[AddedToken]:
+    """Return the tokens that are cut out of the raw text before anything else happens to it.
+
+    Unused and byte tokens are not among them: the model may emit them, text never becomes them.
+    """
+    # Phi-3's special tokens swallow the white space after them. The file does not say so; its name
+    # is what llama.cpp goes by, too.
+    is_phi3 = re.search("phi-?3", str(file.metadata.get("general.name", "")), re.IGNORECASE)
+    keeps_space = ("<unk>", "<s>", "<|endoftext|>") if is_phi3 else vocabulary.ids
+    kinds = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFINED: False}
+    return [
+        AddedToken(token, special=special, normalized=False, rstrip=token not in keeps_space)
+        for kind, special in kinds.items()
+        for _, token in vocabulary.of_type(kind)
+    ]
 
 
 def _build(file: GGUFFile, vocabulary: Vocabulary, unknown: str | None) -> tuple[Tokenizer, bool]:

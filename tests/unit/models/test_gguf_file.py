@@ -60,13 +60,10 @@ def test_agrees_with_the_formats_own_reader(path):
             assert np.array_equal(file.values(tensor.name), tensor.data)
 
 
-@pytest.mark.parametrize(
-    "packing",
-    [
-        getattr(Packing, n)
-        for n in ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0"]
-    ],
-)
+PACKINGS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0"]
+
+
+@pytest.mark.parametrize("packing", [Packing[name] for name in PACKINGS])
 def test_values_are_those_of_the_gguf_package(tmp_path, monkeypatch, packing):
     # Pieces of 3 rows of 256: 7 rows end in a piece of their own.
     monkeypatch.setattr("kv8.models.gguf_file._PIECE_VALUES", 3 * 256 + 5)
