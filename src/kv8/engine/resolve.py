@@ -31,7 +31,7 @@ from kv8.scales.scale import ModelScales
 from kv8.scales.scales_file import read_scales_file
 from kv8.units import format_bytes
 
-MIN_MODEL_LEN = 2  # one token of prompt and one of output
+MIN_MODEL_LEN = 2
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ def _max_model_len(
     """Return the longest sequence served; what is asked is never shortened, but refused."""
     asked, limit = options.max_model_len, geometry.max_position
     longest = longest_sequence(layout, memory // layout.block_bytes)
-    if asked is not None and asked > limit:
+    if asked is not None and not MIN_MODEL_LEN <= asked <= limit:
         raise RequestError(
-            f"max_model_len={asked} is more than the {limit} positions this model was made for. "
-            f"Give at most {limit}."
+            f"max_model_len={asked} cannot be served: give at least {MIN_MODEL_LEN} (a token of "
+            f"prompt and one of output) and at most {limit}, which this model was made for."
         )
     wanted = limit if asked is None else asked
     if longest is None or longest >= wanted:
