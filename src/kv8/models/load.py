@@ -1,6 +1,5 @@
 """Loads a model's weights into transformers' own class, hooked; every tensor is accounted for."""
 
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from kv8.models.weight_storage import WeightStorage, check_weight_storage
 from kv8.scales.names import resolve_name
 from kv8.scales.tensors import tensor_names, weight_files
 
-_LOGGER = logging.getLogger(__name__)
 # Buffers that older versions of transformers saved and every version computes anew.
 _RECOMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|position_ids)$")
 _MOST_NAMES = 5

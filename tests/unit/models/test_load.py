@@ -11,7 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.packed import packed_logits
-from tests.tiny_models import LAYERS, TinyModel, prompt_ids
+from tests.tiny_models import LAYERS, TinyModel, make_config, make_model, prompt_ids
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kv8.errors import ModelError
 from kv8.models.config import load_config
@@ -317,3 +318,26 @@ def test_a_modelopt_file_beside_the_config_counts(tiny_model: TinyModel, tmp_pat
     (folder / "hf_quant_config.json").write_text(json.dumps(section))
     with pytest.raises(ModelError, match=r"W4A16_AWQ.*hf_quant_config\.json"):
         load_config(folder)
+
+
+def test_the_text_part_of_a_multimodal_wrapper_is_served(tmp_path: Path) -> None:
+    text = make_config("gemma3").to_dict()
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config.dtype = "float32"
+    make_model(config).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert [layer.window for layer in model.geometry.layers] == [8, 8, 8, None]
+    ids = prompt_ids(20)
+    model.use_implementation("eager")
+    with torch.no_grad():
+        alone = model.module(torch.tensor([ids]), use_cache=False).logits[0]
+    model.use_implementation("kv8")
+    torch.testing.assert_close(packed_logits(model, [ids], chunk=6)[0], alone, rtol=1e-4, atol=1e-4)
