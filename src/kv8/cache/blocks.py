@@ -49,10 +49,6 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def is_referenced(self, block: int) -> bool:
-        """Return whether any sequence has ``block`` in a block table."""
-        return self._references[block] > 0
-
     def reference(self, block: int) -> None:
         """Add a reference to a block that holds contents."""
         if self._references[block] == 0:

@@ -35,9 +35,6 @@ class PrefixIndex:
         self._blocks: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._keys: dict[int, tuple[int, bytes]] = {}
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, group: int, digest: bytes) -> int | None:
         """Return the block of ``group`` that holds the end of the prefix, or `None`."""
         return self._blocks[group].get(digest)
