@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +75,13 @@ def test_end_tokens(source, tokenizer):
 
 
 def test_tensors(source):
-    with safe_open(source.folder / "model.safetensors", "pt") as file:
-        ours = {name: describe(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    assert ours == golden(source.name, "tensors")
+    assert described(source.folder) == golden(source.name, "tensors")
+
+
+def described(folder):
+    """Return dtype, shape and digest of every tensor, as the goldens have them."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: describe(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def describe(tensor):
@@ -122,16 +127,43 @@ def test_chat_template(source, tokenizer):
     )
 
 
+def gguf_file(name):
+    """Return the model's GGUF file, which conversion does not keep; fetched once for the tests."""
+    folder = cached_folder(
+        f"{name}-gguf-for-tests",
+        {},
+        lambda target, scratch: fetch_gguf(BUILTIN_MODELS[name], target, scratch).rename(
+            target / "model.gguf"
+        ),
+    )
+    return folder / "model.gguf"
+
+
+def test_kill_9_during_a_conversion(tmp_path, monkeypatch):
+    """One process is killed half-way while a second waits for it: the second gets a whole model."""
+    path = gguf_file("smollm2")
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KV8_CACHE", str(cache))
+    code = "import sys; from kv8.models.source import resolve_source; resolve_source(sys.argv[1])"
+    command = [sys.executable, "-c", code, path]
+    killed = subprocess.Popen(command)
+    # The config is written first and the weights, which take seconds, last.
+    while not list(cache.glob("*.partial-*/result/config.json")):
+        assert killed.poll() is None
+        time.sleep(0.005)
+    waiting = subprocess.Popen(command)
+    killed.kill()
+    killed.wait()
+    assert not list(cache.glob("*/config.json"))
+    assert waiting.wait() == 0
+    assert len(list(cache.iterdir())) == 2  # the model and its lock
+    assert described(resolve_source(str(path)).folder) == golden("smollm2", "tensors")
+
+
 def test_llama_cpp_continues_alike(source, tokenizer, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    builtin = BUILTIN_MODELS[source.name]
-    kept = cached_folder(
-        f"{source.name}-gguf-for-tests",
-        {},
-        lambda target, scratch: fetch_gguf(builtin, target, scratch).rename(target / "model.gguf"),
-    )
     prompt = "London is the capital of"
-    command = [sys.executable, "-c", JUDGE, kept / "model.gguf", prompt, tmp_path / "logits.npy"]
+    command = [sys.executable, "-c", JUDGE, gguf_file(source.name), prompt, tmp_path / "logits.npy"]
     judged = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     tokens = tokenizer.encode(prompt)
     assert tokens == judged["tokens"]
