@@ -89,7 +89,7 @@ def page() -> str:
     lines = [
         "# Pitfalls: how quantized KV caches fail, and the tests that guard kv8",
         "",
-        "Each row is a failure seen in a real engine, and the tests here that would have caught it.",
+        "Each row is a failure seen in a real engine, and the tests here that would catch it.",
         "The page is made from the tests' docstrings (`pytest tests/docs --update-golden`).",
         "",
         "| # | the failure | tests |",
