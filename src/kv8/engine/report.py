@@ -11,7 +11,7 @@ from kv8.engine.layer_report import LayerReport
 from kv8.engine.layer_table import layer_summary, layer_table
 from kv8.engine.resolve import Decision, ResolvedConfig
 from kv8.engine.runner import Runner
-from kv8.scales.scale import LayerScales, OriginKind
+from kv8.scales.scale import LayerScales, ModelScales, OriginKind
 from kv8.units import format_bytes
 
 _LONG = ("layers", "settings")
@@ -94,7 +94,7 @@ def planned_report(config: ResolvedConfig) -> KVCacheReport:
     }
     dtypes = {entry.layer: entry.format.name for entry in config.plan.layers}
     return KVCacheReport(
-        layers=_layers(config, dtypes, sizes, {}),
+        layers=_layers(config, config.scales, dtypes, sizes, {}),
         capacity=config.capacity,
         settings=config.decisions,
     )
@@ -112,7 +112,7 @@ def live_report(config: ResolvedConfig, runner: Runner) -> KVCacheReport:
         for layer in config.geometry.layers
     }
     return KVCacheReport(
-        layers=_layers(config, dtypes, sizes, runner.counters.read()),
+        layers=_layers(config, runner.scales, dtypes, sizes, runner.counters.read()),
         capacity=config.capacity,
         settings=config.decisions,
         storage_bytes=runner.pool.storage_bytes,
@@ -121,6 +121,7 @@ def live_report(config: ResolvedConfig, runner: Runner) -> KVCacheReport:
 
 def _layers(
     config: ResolvedConfig,
+    scales: ModelScales,
     dtypes: Mapping[int, str],
     sizes: Mapping[int, int],
     counts: Mapping[int, LayerStoreCounts],
@@ -129,7 +130,7 @@ def _layers(
     reports = []
     for layer in config.geometry.layers:
         quantized = config.plan.format(layer.layer).quantized
-        stored = config.scales.layer(layer.kv_source) if quantized else LayerScales()
+        stored = scales.layer(layer.kv_source) if quantized else LayerScales()
         queries = quantized and config.fp8_queries
         seen = counts.get(layer.layer)
         reports.append(
@@ -140,7 +141,7 @@ def _layers(
                 skipped_by=skipped[layer.layer],
                 reads_layer=None if layer.owns_kv else layer.kv_source,
                 bytes_per_token=sizes[layer.layer],
-                q=config.scales.layer(layer.layer).q if queries else None,
+                q=scales.layer(layer.layer).q if queries else None,
                 k=stored.k,
                 v=stored.v,
                 k_counts=None if seen is None else seen.k,
