@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 from tests.engines import run, start_engine, tokens
 from tests.tiny_models import FAMILIES, prompt_ids
+from transformers import AutoModelForCausalLM
 
 NUM_TOKENS = 24
 LENGTHS = (1, 7, 16, 33)  # one token, inside a block, a whole block, over two windows
