@@ -21,6 +21,18 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kv8"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write generated pages and golden files anew"
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether to write golden files rather than compare with them."""
+    return bool(request.config.getoption("--update-golden"))
+
+
 def pytest_configure() -> None:
     import torch
 

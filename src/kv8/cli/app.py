@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted.
 line on stderr; ``--debug`` adds the trace.
 """
 
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from kv8.cli.inspect import inspect
 from kv8.cli.options_view import LIST_FLAGS
 from kv8.cli.plan import plan
 from kv8.errors import KV8Error
+
+_INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 
 # typer's own errors, wherever the installed version keeps them.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -58,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(make_app())
     try:
         words = normalise(argv, flags=_all_flags(command), lists=LIST_FLAGS)
-        return int(command.main(words, prog_name="kv8", standalone_mode=False) or 0)
+        code = int(command.main(words, prog_name="kv8", standalone_mode=False) or 0)
+        return _interrupted() if code == _INTERRUPTED else code
     except KV8Error as error:
         return _fail(argv, str(error), error.exit_code)
     except _UsageError as error:
         return _fail(argv, _usage_message(error, argv), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(argv, "interrupted", 130)
+        return _interrupted()
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout has gone; nothing is left to say
         return 1
@@ -74,21 +78,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(argv: Sequence[str], message: str, code: int) -> int:
-    if "--debug" in argv and code != 130:
+    if "--debug" in argv:
         traceback.print_exc()
     one_line = " ".join(message.split())
     print(f"kv8: error: {one_line}", file=sys.stderr)  # noqa: T201 - this is the program's voice
     return code
 
 
+def _interrupted() -> int:
+    print("kv8: interrupted", file=sys.stderr)  # noqa: T201
+    return _INTERRUPTED
+
+
 def _usage_message(error: Exception, argv: Sequence[str]) -> str:
     message: str = error.format_message()  # type: ignore[attr-defined]
+    if (bad := re.match(r"Invalid value for '(--[\w-]+)'", message)) is not None:
+        message = f"{message.rstrip('.')}: {_value_of(bad[1], argv)!r}."
     given = {word.replace("_", "-") for word in argv}
     if message.startswith("Missing argument") and (listed := sorted(given & LIST_FLAGS)):
         message += (
             f" ({listed[0]} takes every word up to the next flag: put the arguments before it)"
         )
     return f"{message} Try 'kv8 --help'."
+
+
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Return the last value given for ``flag``; typer's messages leave it out."""
+    value = None
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        name, equals, attached = word.partition("=")
+        if name.replace("_", "-") == flag:
+            value = attached if equals else following
+    return value
 
 
 def _all_flags(command: object) -> set[str]:

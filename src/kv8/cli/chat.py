@@ -51,7 +51,6 @@ def chat(
             answer = _answer(llm, messages, params, silent=output["json"])
             if output["json"]:
                 say_json(result_json(answer, llm.kv_cache_report()))
-            raise_failures([answer])
             messages.append({"role": "assistant", "content": answer.outputs[0].text})
 
 
@@ -77,7 +76,10 @@ def _questions() -> Iterator[str]:
 def _answer(
     llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams", *, silent: bool
 ) -> "RequestOutput":
-    """Return the answer to ``messages``, printed as it comes unless ``silent``."""
+    """Return the answer to ``messages``, printed as it comes unless ``silent``.
+
+    An interrupt at the terminal ends the answer, not the conversation.
+    """
     num_shown = 0
     answers = llm.stream_chat(messages, params)
     output = None
@@ -88,6 +90,8 @@ def _answer(
                 sys.stdout.write(text[num_shown:])
                 sys.stdout.flush()
             num_shown = len(text)
+        assert output is not None, "a request that was accepted gives at least one output"
+        raise_failures([output])
     except KeyboardInterrupt:
         if output is None or not sys.stdin.isatty():
             raise
@@ -95,5 +99,4 @@ def _answer(
         answers.close()
     if not silent:
         sys.stdout.write("\n")
-    assert output is not None, "a request that was accepted gives at least one output"
     return output

@@ -1,0 +1,72 @@
+"""Help texts: complete, stable, and quick (no torch behind them)."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tests.command_line import kv8
+
+from kv8.options import OPTION_FIELDS
+from kv8.sampling_params import SAMPLING_FIELDS
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
+COMMANDS = ("generate", "chat", "plan", "inspect", "demo")
+TYPER = "0.29.2"  # other versions word and wrap the same help in other ways
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.skipif(version("typer") != TYPER, reason=f"golden texts are those of typer {TYPER}")
+def test_help_is_golden(command: str, update_golden: bool, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = kv8(*([command] if command else []), "--help")
+    assert result.code == 0
+    path = GOLDEN / f"{command or 'kv8'}.txt"
+    if update_golden:
+        path.write_text(result.out, encoding="utf-8")
+    assert result.out == path.read_text(encoding="utf-8"), "run: pytest --update-golden"
+
+
+def test_no_words_is_help() -> None:
+    assert kv8() == kv8("--help")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "inspect"])
+def test_every_engine_option_is_a_flag(command: str) -> None:
+    text = kv8(command, "--help").out
+    for name in OPTION_FIELDS.keys() - {"model"}:
+        assert f"--{name.replace('_', '-')} " in text
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_sampling_parameters_are_flags(command: str) -> None:
+    text = kv8(command, "--help").out
+    for name in SAMPLING_FIELDS.keys() - {"n", "seed", "logprobs", "prompt_logprobs"}:
+        assert f"--{name.replace('_', '-')} " in text
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, kv8, kv8.cli\n"
+        f"for command in {COMMANDS!r}:\n"
+        "    assert kv8.cli.main([command, '--help']) == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        "assert 'LLM' in dir(kv8)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version() -> None:
+    import kv8 as package
+
+    assert kv8("--version").out == f"kv8 {package.__version__}\n"
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    import kv8 as package
+
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        package.Llm  # noqa: B018
