@@ -9,11 +9,12 @@ from gguf import GGMLQuantizationType
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kv8.errors import ModelError
 from kv8.models.conversion_cache import require_space
 from kv8.models.gguf_architectures import read_config
 from kv8.models.gguf_file import GGUFFile, open_gguf
 from kv8.models.gguf_tokenizer import end_tokens, write_tokenizer
-from kv8.models.gguf_weights import write_weights
+from kv8.models.gguf_weights import parameter_shapes, write_weights
 
 # Part of the name of every converted folder: raise it when a conversion's result changes.
 CONVERTER_VERSION = 1
@@ -32,14 +33,22 @@ def convert_gguf(path: Path, folder: Path) -> None:
     """
     with open_gguf(path) as file:
         architecture, entries = read_config(file)
-        entries["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture.model_type]]
+        model_type = architecture.model_type
+        entries["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
         entries["dtype"] = _dtype(file)
-        config = AutoConfig.for_model(architecture.model_type, **entries)
+        try:
+            config = AutoConfig.for_model(model_type, **entries)
+            shapes = parameter_shapes(config)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+            raise ModelError(
+                f"{path.name}: its metadata makes no valid {model_type} model: {reason}"
+            ) from error
         require_space(folder, _converted_bytes(file, config.dtype))
         config.save_pretrained(folder)
         write_tokenizer(file, folder)
         _write_generation_config(file, config, folder)
-        write_weights(file, architecture, config, folder)
+        write_weights(file, architecture, config, shapes, folder)
 
 
 def _converted_bytes(file: GGUFFile, dtype: torch.dtype) -> int:

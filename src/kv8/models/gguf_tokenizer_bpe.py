@@ -87,7 +87,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def byte_level_bpe(vocabulary: Vocabulary, merges: object, pre: str) -> tuple[Tokenizer, bool]:
+def byte_level_bpe(vocabulary: Vocabulary, merges: object, pre: object) -> tuple[Tokenizer, bool]:
     """Build the tokenizer of ``vocabulary``, without special tokens.
 
     Returns:
@@ -97,7 +97,7 @@ def byte_level_bpe(vocabulary: Vocabulary, merges: object, pre: str) -> tuple[To
         UnsupportedModelError: ``pre`` is not known.
         ModelError: the merges do not fit the vocabulary.
     """
-    rules = PRE_TOKENIZERS.get(pre)
+    rules = PRE_TOKENIZERS.get(str(pre))
     if rules is None:
         raise UnsupportedModelError(
             f"{vocabulary.name}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not known, and "

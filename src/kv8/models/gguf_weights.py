@@ -26,17 +26,37 @@ _NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
 _FUSED_EXPERTS = re.compile(r"model\.layers\.(\d+)\..*experts\.gate_up_proj")
 
 
+def parameter_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    """Return the shape of every weight a checkpoint of ``config`` holds; allocates nothing."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
 def write_weights(
-    file: GGUFFile, architecture: Architecture, config: PretrainedConfig, folder: Path
+    file: GGUFFile,
+    architecture: Architecture,
+    config: PretrainedConfig,
+    shapes: Mapping[str, torch.Size],
+    folder: Path,
 ) -> None:
     """Write the weights of ``file`` to ``folder`` as safetensors, in the config's dtype.
 
     Unpacked in float32, undone of GGUF's rearrangements, then rounded once.
 
+    Args:
+        file: the source.
+        architecture: how it rearranges weights.
+        config: of the model.
+        shapes: those of `parameter_shapes`.
+        folder: where to write.
+
     Raises:
         ModelError: the tensors in the file are not those of the model.
     """
-    shapes = _parameter_shapes(config)
     sources = _match(file, config, shapes)
     shards = list(_plan_shards(shapes, config.dtype.itemsize))
     index: dict[str, str] = {}
@@ -50,15 +70,6 @@ def write_weights(
         total = sum(shape.numel() for shape in shapes.values()) * config.dtype.itemsize
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         (folder / "model.safetensors.index.json").write_text(text)
-
-
-def _parameter_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return shapes
 
 
 def _match(

@@ -246,6 +246,20 @@ def test_shapes_must_fit_the_metadata(tmp_path, key):
     refused(tmp_path, "shape", metadata={key: 128, "llama.attention.key_length": 16})
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.attention.head_count": 3},
+        {"llama.attention.key_length": 7, "llama.attention.value_length": 7},
+        {"tokenizer.ggml.bos_token_id": True},
+    ],
+)
+def test_metadata_transformers_cannot_build_from(tmp_path, metadata):
+    refused(
+        tmp_path, "no valid llama model", metadata=metadata | {"llama.rope.dimension_count": None}
+    )
+
+
 def test_a_missing_tensor_is_named(tmp_path):
     model = tiny()
     state = model.state_dict()

@@ -47,7 +47,7 @@ def test_logits_are_llama_cpps(tmp_path, family):
     with torch.no_grad():
         ours = model(torch.tensor([tokens])).logits[0]
     theirs = llama_cpp_logits(path, tokens)
-    # Both compute in float32: 2**-24 a step, some tens of steps; measured below 2**-19. Gemma's GELU
-    # comes from a table in float16 (2**-11 a value) in llama.cpp; measured 2**-11.
+    # Both compute in float32: 2**-24 a step, some tens of steps; measured below 2**-19. For Gemma's
+    # GELU llama.cpp has a table in float16 (2**-11 a value); measured 2**-11.
     bound = 2**-10 if family.startswith("gemma") else 2**-16
     assert (ours - theirs).abs().max() < bound * ours.abs().max()
