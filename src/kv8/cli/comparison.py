@@ -1,6 +1,6 @@
 """One model through several KV caches at once: texts, room, and what quantization changes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from kv8.sampling_params import SamplingParams
 
 _ROWS_AT_ONCE = 64  # rows of float64 distributions in memory together
 _NUM_RANGES = 4
+_MEMORY = "128MiB"  # for each cache; plenty for the texts here
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def compare_caches(
     *,
     max_tokens: int,
     num_text_tokens: int,
+    progress: Callable[[str], None],
 ) -> list[CacheRun]:
     """Run ``model`` with each ``kv_cache_dtype`` of ``settings``; the first is the reference.
 
@@ -90,16 +92,20 @@ def compare_caches(
             cache, and the distributions after each of them compared.
         max_tokens: most tokens of a completion.
         num_text_tokens: most tokens of the text.
+        progress: told what is being done.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     with ExitStack() as stack:
-        llms = [
-            stack.enter_context(LLM(model, kv_cache_dtype=setting, kv_cache_memory="256MiB"))
-            for setting in settings
-        ]
+        llms: list[LLM] = []
+        for setting in settings:
+            progress(f"loading {model} with kv_cache_dtype={setting}")
+            llm = LLM(model, kv_cache_dtype=setting, kv_cache_memory=_MEMORY)
+            llms.append(stack.enter_context(llm))
+        progress(f"answering {len(prompts)} prompts with each")
         texts = [llm.generate(prompts, params, use_tqdm=False) for llm in llms]
         token_ids = llms[0].get_tokenizer().encode(text, verbose=False)
         longest = min(num_text_tokens, *(llm.engine.config.max_model_len for llm in llms))
+        progress(f"reading {len(token_ids[:longest]):,} tokens of text with each")
         divergences = _divergences(llms, token_ids[:longest])
         return [
             CacheRun(

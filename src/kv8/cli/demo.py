@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv8.cli.options_view import with_flags
-from kv8.cli.output import output_flags, say, say_json, start_logging
+from kv8.cli.output import note, output_flags, say, say_json, start_logging
 
 if TYPE_CHECKING:
     from kv8.cli.comparison import CacheRun
@@ -35,7 +35,13 @@ def demo(
 
     text = "\n\n".join(topics[name] for name in TOPICS)
     runs = compare_caches(
-        model, SETTINGS, PROMPTS, text, max_tokens=max_tokens, num_text_tokens=text_tokens
+        model,
+        SETTINGS,
+        PROMPTS,
+        text,
+        max_tokens=max_tokens,
+        num_text_tokens=text_tokens,
+        progress=lambda doing: note(f"kv8: {doing} ..."),
     )
     if output["json"]:
         say_json({"model": model, "prompts": list(PROMPTS), "runs": [r.as_json() for r in runs]})
