@@ -59,7 +59,12 @@ class Engine:
             config.source, config.model_config, config.geometry, config.dtype, device=config.device
         )
         self.runner = Runner(model, config)
-        logger.info("Effective settings:\n%s\n  KV cache: %s", config.describe(), self.runner.pool)
+        logger.info(
+            "Effective settings:\n%s\n  attention_backend = %s\n  KV cache: %s",
+            config.describe(),
+            self.runner.backend.name,
+            self.runner.pool,
+        )
         for warning in config.warnings:
             logger.warning("%s", warning)
         self.counters = EngineCounters()
