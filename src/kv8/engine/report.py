@@ -14,7 +14,7 @@ from kv8.engine.runner import Runner
 from kv8.scales.scale import LayerScales, ModelScales, OriginKind
 from kv8.units import format_bytes
 
-_LONG = ("layers", "settings")
+_LONG = ("layers", "settings", "messages")
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class KVCacheReport:
         layers: every layer with attention, in the model's order.
         capacity: what the cache holds.
         settings: effective settings with their reasons.
+        messages: what else was decided.
         storage_bytes: bytes really allocated; `None` if nothing is (``kv8 inspect``).
     """
 
     layers: tuple[LayerReport, ...]
     capacity: Capacity
     settings: tuple[Decision, ...] = ()
+    messages: tuple[str, ...] = ()
     storage_bytes: int | None = None
 
     @property
@@ -71,6 +73,7 @@ class KVCacheReport:
             "num_blocks": held.num_blocks,
             "calibrated": self.calibrated,
             "settings": {s.name: {"value": s.value, "reason": s.reason} for s in self.settings},
+            "messages": list(self.messages),
         }
 
     def __str__(self) -> str:
@@ -81,7 +84,7 @@ class KVCacheReport:
                 layer_table(self.layers),
                 f"{self.capacity.bytes_per_token:,} bytes a token in all layers; the cache {verb} "
                 f"{format_bytes(size)} and holds {self.capacity}.",
-                *(f"  {setting}" for setting in self.settings),
+                *(f"  {line}" for line in (*self.settings, *self.messages)),
             ]
         )
 
@@ -97,6 +100,7 @@ def planned_report(config: ResolvedConfig) -> KVCacheReport:
         layers=_layers(config, config.scales, dtypes, sizes, {}),
         capacity=config.capacity,
         settings=config.decisions,
+        messages=config.messages,
     )
 
 
@@ -115,6 +119,7 @@ def live_report(config: ResolvedConfig, runner: Runner) -> KVCacheReport:
         layers=_layers(config, runner.scales, dtypes, sizes, runner.counters.read()),
         capacity=config.capacity,
         settings=config.decisions,
+        messages=config.messages,
         storage_bytes=runner.pool.storage_bytes,
     )
 
