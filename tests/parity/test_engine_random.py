@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engines import run, start_engine, tokens
+from tests.engines import run, start_engine, teacher_forced, tokens
 from tests.tiny_models import prompt_ids
 
 from kv8.cache.capacity import decode_blocks, peak_blocks
@@ -11,21 +11,37 @@ from kv8.sampling_params import SamplingParams
 
 COMMON = prompt_ids(24, seed=50)
 LONGEST = 60
+FLOAT_ROUNDING = 1e-4  # see test_engine_equivalence
+
+
+class Alone:
+    """What a prompt gets on its own."""
+
+    def __init__(self, folder) -> None:
+        self._engine = start_engine(folder, enable_prefix_caching=False)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def tokens(self, prompt, max_tokens) -> list[int]:
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < max_tokens:
+            outputs = run(self._engine, [prompt], max_tokens=max_tokens, ignore_eos=True)
+            known = self._known[tuple(prompt)] = tokens(outputs)[0]
+        return known[:max_tokens]
+
+    def agrees(self, prompt, answer) -> bool:
+        """Whether ``answer`` is the greedy one, up to a tie within float rounding."""
+        right = self.tokens(prompt, len(answer))
+        if answer == right:
+            return True
+        fork = next(i for i, token in enumerate(answer) if token != right[i])
+        before = [*prompt, *right[:fork]]
+        logprobs = teacher_forced(self._engine, before, chunks=[len(before)])[-1]
+        return bool((logprobs[answer[fork]] - logprobs[right[fork]]).abs() < 2 * FLOAT_ROUNDING)
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_model):
-    """Return the greedy tokens of a prompt on its own, known ones from memory."""
-    engine = start_engine(tiny_model("gemma3"), enable_prefix_caching=False)
-    known = {}
-
-    def of(prompt, max_tokens):
-        key = tuple(prompt)
-        if len(known.get(key, ())) < max_tokens:
-            known[key] = tokens(run(engine, [prompt], max_tokens=max_tokens, ignore_eos=True))[0]
-        return known[key][:max_tokens]
-
-    return of
+    return Alone(tiny_model("gemma3"))
 
 
 requests = st.lists(
@@ -42,7 +58,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     crowd=requests,
     block_size=st.sampled_from([1, 4, 16]),
@@ -83,8 +99,7 @@ def test_each_request_gets_what_it_would_get_alone(
         assert step < 2000
     for number, (*_, max_tokens, _, _) in enumerate(crowd):
         completion = outputs[number].outputs[0]
-        expected = alone(prompts[number], max_tokens)
         assert completion.finish_reason == ("abort" if number in aborted else "length")
-        assert completion.token_ids == expected[: len(completion.token_ids)]
+        assert alone.agrees(prompts[number], completion.token_ids)
         assert number in aborted or len(completion.token_ids) == max_tokens
     assert engine.cache.num_free_blocks == engine.cache.num_blocks
