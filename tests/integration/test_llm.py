@@ -89,6 +89,20 @@ def test_a_seed_decides_alone_whatever_runs_beside_it(llm: LLM) -> None:
     assert tokens(beside)[0] == alone
 
 
+def test_sampling_goes_on_after_a_preemption_as_if_nothing_had_happened(tiny_model) -> None:
+    prompts = [prompt_ids(30, seed=i) for i in range(4)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+    fp8 = {"kv_cache_dtype": "fp8"}
+    with (
+        LLM(tiny_model(), kv_cache_memory="1MiB", **fp8) as roomy,
+        LLM(tiny_model(), kv_cache_memory="48KiB", max_model_len=80, **fp8) as tight,
+    ):
+        expected = tokens(run(roomy, prompts, params))
+        assert tokens(run(tight, prompts, params)) == expected
+        assert tight.engine.num_preemptions > 0
+        assert_idle(tight)
+
+
 def test_logprobs_of_prompt_and_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
     [output] = run(llm, "abcd", params)
@@ -131,6 +145,7 @@ def test_a_repeat_reports_cached_tokens(llm: LLM) -> None:
         ([[VOCAB]], f"Prompt 0: .*token {VOCAB}.*0 to {VOCAB - 1}"),
         ([["a"]], "no token number"),
         ([-1], "token -1"),
+        ("\udc80", "no text in UTF-8"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_number(llm: LLM, prompts, message: str) -> None:
@@ -298,6 +313,20 @@ def test_an_uncalibrated_cache_shows_from_outside(llm: LLM, tiny_model) -> None:
         assert other.kv_cache_report().calibrated is True
     with LLM(tiny_model(), kv_cache_memory="1MiB") as plain:
         assert plain.kv_cache_report().calibrated is None
+
+
+def test_new_scales_show_and_stale_ones_are_not_called_calibrated(tiny_model) -> None:
+    """Pitfall 47: the report follows the scales in use and says when the weights left them."""
+    first, second = ({i: {"k": k, "v": k} for i in range(4)} for k in (0.5, 0.25))
+    options = {"kv_cache_dtype": "fp8", "kv_cache_memory": "1MiB"}
+    with LLM(tiny_model(), kv_scales=first, **options) as llm:
+        llm.engine.set_scales(second)
+        report = llm.kv_cache_report()
+        assert {layer.k.values for layer in report.layers if layer.k} == {(0.25,)}
+        assert (report.calibrated, report.stale) == (True, False)
+        llm.engine.update_weights({})
+        report = llm.kv_cache_report()
+        assert (report.calibrated, report.stale) == (False, True)
 
 
 def test_a_16_bit_cache_has_no_scales_to_show(tiny_model, caplog) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from kv8.cli.generate import raise_failures, result_json
 from kv8.cli.options_view import ModelArgument, engine_flags, sampling_flags, with_flags
-from kv8.cli.output import note, output_flags, say_json, start_logging
+from kv8.cli.output import note, output_flags, read_stdin, say_json, start_logging
 from kv8.errors import RequestError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def chat(
 def _questions() -> Iterator[str]:
     """Return what the user says: line by line at a terminal, else all of stdin at once."""
     if not sys.stdin.isatty():
-        text = sys.stdin.read().strip()
+        text = read_stdin().strip()
         if not text:
             raise RequestError("stdin holds no message. Pipe one in, or run in a terminal.")
         yield text

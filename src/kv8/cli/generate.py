@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv8.cli.options_view import ModelArgument, engine_flags, sampling_flags, with_flags
-from kv8.cli.output import note, output_flags, say, say_json, start_logging
+from kv8.cli.output import note, output_flags, read_stdin, say, say_json, start_logging
 from kv8.errors import EngineError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def generate(
     from kv8.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
     from kv8.llm import LLM
 
     with LLM(model, **engine) as llm:

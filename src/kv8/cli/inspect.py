@@ -28,4 +28,4 @@ def inspect(
     else:
         say(str(report))
     for warning in config.warnings:
-        note(f"kv8: warning: {warning}")
+        note(f"kv8: WARNING: {warning}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from kv8.errors import RequestError
+
 
 def output_flags() -> list[inspect.Parameter]:
     """Return the flags every command has."""
@@ -32,6 +34,18 @@ def start_logging(*, verbose: bool) -> None:
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO if verbose else logging.WARNING)
     log.propagate = False
+
+
+def read_stdin() -> str:
+    """Return all of standard input.
+
+    Raises:
+        RequestError: it is not UTF-8 text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not text in UTF-8: {error}.") from error
 
 
 def say(text: str = "") -> None:

@@ -106,6 +106,10 @@ def _numbers(token_ids: Any, number: int) -> list[int]:
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"A prompt holds bytes that are no text in UTF-8: {error}.") from error
     # verbose=False: a long prompt is the engine's to refuse, with lengths, not the tokenizer's.
     ids: list[int] = tokenizer.encode(text, add_special_tokens=special, verbose=False)
     return ids

@@ -10,7 +10,7 @@ from kv8.engine.counters import LayerStoreCounts
 from kv8.engine.layer_report import LayerReport
 from kv8.engine.layer_table import layer_summary, layer_table
 from kv8.engine.resolve import Decision, ResolvedConfig
-from kv8.engine.runner import Runner
+from kv8.engine.runner import Runner, ScaleStatus
 from kv8.scales.scale import LayerScales, ModelScales, OriginKind
 from kv8.units import format_bytes
 
@@ -27,6 +27,7 @@ class KVCacheReport:
         settings: effective settings with their reasons.
         messages: what else was decided.
         storage_bytes: bytes really allocated; `None` if nothing is (``kv8 inspect``).
+        stale: whether the weights have changed since the scales were calibrated.
     """
 
     layers: tuple[LayerReport, ...]
@@ -34,12 +35,15 @@ class KVCacheReport:
     settings: tuple[Decision, ...] = ()
     messages: tuple[str, ...] = ()
     storage_bytes: int | None = None
+    stale: bool = False
 
     @property
     def calibrated(self) -> bool | None:
-        """Whether every quantized layer has scales of its own; `None` if no layer is quantized."""
+        """Whether all scales in use were measured, for these weights; `None` if none is in use."""
         scales = [s for layer in self.layers for s in (layer.k, layer.v) if s is not None]
-        return all(s.origin.kind is not OriginKind.DEFAULT for s in scales) if scales else None
+        if not scales:
+            return None
+        return not self.stale and all(s.origin.kind is not OriginKind.DEFAULT for s in scales)
 
     @property
     def saturated_share(self) -> float:
@@ -72,6 +76,7 @@ class KVCacheReport:
             "block_size": held.block_size,
             "num_blocks": held.num_blocks,
             "calibrated": self.calibrated,
+            "stale": self.stale,
             "settings": {s.name: {"value": s.value, "reason": s.reason} for s in self.settings},
             "messages": list(self.messages),
         }
@@ -121,6 +126,7 @@ def live_report(config: ResolvedConfig, runner: Runner) -> KVCacheReport:
         settings=config.decisions,
         messages=config.messages,
         storage_bytes=runner.pool.storage_bytes,
+        stale=runner.scale_status is ScaleStatus.STALE,
     )
 
 
