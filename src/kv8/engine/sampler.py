@@ -18,8 +18,9 @@ from kv8.engine.truncation import keep_min_p, keep_top_k, keep_top_p
 from kv8.outputs import Logprob
 from kv8.sampling_params import SamplingParams
 
-# Values of one block of rows held at once while drawing (float64, so 128 MiB).
-_MAX_VALUES = 2**24
+# Values of the rows drawn from at once, in float64: on a CPU 1 MiB, which stays in a core's cache
+# and is measured to take half the time of all rows at once; elsewhere 128 MiB.
+_CPU_VALUES, _DEVICE_VALUES = 2**17, 2**24
 
 
 class SamplingState:
@@ -121,10 +122,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     """
     if not states:
         return []
-    # NaN wins a maximum, so one reduction finds NaN, +inf and rows of nothing but -inf.
-    peaks = logits.amax(dim=1)
+    # NaN wins a maximum, so one reduction finds the best tokens, NaN, +inf, and rows of only -inf.
+    peaks, best = logits.max(dim=1)
     sound = torch.isfinite(peaks).tolist()
-    chosen = _choose(logits, states, sound)
+    chosen = _choose(logits, best.tolist(), states, sound)
     reports = _report_logprobs(logits, states, chosen, sound)
     return [
         SampledToken(token, report)
@@ -135,16 +136,22 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
 
 
 def _choose(
-    logits: torch.Tensor, states: Sequence[SamplingState], sound: Sequence[bool]
+    logits: torch.Tensor,
+    best: Sequence[int],
+    states: Sequence[SamplingState],
+    sound: Sequence[bool],
 ) -> list[int]:
-    if any(state.adjusts for state in states):
+    """Return a token a row; ``best`` is each row's most likely one before any adjustment."""
+    chosen = list(best)
+    adjusted = [row for row, state in enumerate(states) if state.adjusts]
+    if adjusted:
         logits = logits.clone()
-        for row, state in enumerate(states):
-            if state.adjusts:
-                state.adjust(logits[row])
-    chosen: list[int] = logits.argmax(dim=1).tolist()
-    random = [i for i, s in enumerate(states) if sound[i] and not s.params.greedy]
-    step = max(1, _MAX_VALUES // logits.shape[1])
+        for row in adjusted:
+            states[row].adjust(logits[row])
+            chosen[row] = int(logits[row].argmax())
+    random = [row for row, s in enumerate(states) if sound[row] and not s.params.greedy]
+    num_values = _CPU_VALUES if logits.device.type == "cpu" else _DEVICE_VALUES
+    step = max(1, num_values // logits.shape[1])
     for start in range(0, len(random), step):
         rows = random[start : start + step]
         for row, token in zip(rows, _draw(logits[rows], [states[i] for i in rows]), strict=True):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-# Candidates looked at before a whole row is sorted; enough for almost every top-p in practice.
-_FIRST_LOOK = 1024
+# How many of the best are looked at, in turn, before a whole row is sorted for a top-p.
+_LOOKS = (64, 1024)
 
 
 def keep_min_p(scaled: torch.Tensor, min_p: Sequence[float]) -> None:
@@ -32,10 +32,11 @@ def keep_top_k(scaled: torch.Tensor, top_k: Sequence[int]) -> None:
     rows = [i for i, k in enumerate(top_k) if 0 < k < scaled.shape[1]]
     if not rows:
         return
+    part = _select(scaled, rows)
     counts = torch.tensor([top_k[i] for i in rows], device=scaled.device)[:, None]
-    part = scaled[rows]
-    ranked = part.topk(int(counts.max()), dim=1).values
-    scaled[rows] = _keep_first(part, ranked, counts)
+    ranked = part.topk(int(counts.max()) + 1, dim=1).values
+    _keep_first(part, ranked, counts)
+    _put_back(scaled, rows, part)
 
 
 def keep_top_p(scaled: torch.Tensor, top_p: Sequence[float]) -> None:
@@ -43,31 +44,45 @@ def keep_top_p(scaled: torch.Tensor, top_p: Sequence[float]) -> None:
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return
-    part = scaled[rows]
+    part = _select(scaled, rows)
     shares = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scaled.device)
-    probs = torch.softmax(part, dim=1)
-    num_values = probs.shape[1]
-    width = min(_FIRST_LOOK, num_values)
-    while True:
-        ranked = probs.topk(width, dim=1).values
-        bounds = ranked.cumsum(dim=1, dtype=torch.float64)
-        if width == num_values or bool((bounds[:, -1] >= shares).all()):
+    log_total = part.logsumexp(dim=1, keepdim=True)
+    num_values = part.shape[1]
+    for width in (*(look for look in _LOOKS if look < num_values), num_values):
+        ranked = part.topk(width, dim=1).values
+        probs = (ranked - log_total).double().exp()
+        bounds = probs.cumsum(dim=1)
+        # One more than needed is looked at, to see whether it ties with the last.
+        if width == num_values or bool((bounds[:, -2] >= shares).all()):
             break
-        width = num_values
     # A token is in while those before it have not reached the share; the first always is.
-    before = bounds - ranked
-    counts = (before < shares[:, None]).sum(dim=1, keepdim=True)
-    scaled[rows] = part.masked_fill(_keep_first(probs, ranked, counts) == -math.inf, -math.inf)
+    counts = (bounds - probs < shares[:, None]).sum(dim=1, keepdim=True)
+    _keep_first(part, ranked, counts)
+    _put_back(scaled, rows, part)
 
 
-def _keep_first(scores: torch.Tensor, ranked: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return ``scores`` ([R, V]) with all but the ``counts`` ([R, 1]) best of each row at -inf.
+def _keep_first(scores: torch.Tensor, ranked: torch.Tensor, counts: torch.Tensor) -> None:
+    """Set all but the ``counts`` ([R, 1]) best of each row of ``scores`` ([R, V]) to -inf.
 
-    ``ranked`` holds the best scores of each row in falling order, at least ``counts`` of them.
+    ``ranked`` holds the best scores of each row in falling order: ``counts`` of them and one more,
+    unless there is no more.
     """
     threshold = ranked.gather(1, counts - 1)
-    above = scores > threshold
-    ties = scores == threshold
-    room = counts - above.sum(dim=1, keepdim=True)
-    kept = above | (ties & (ties.cumsum(dim=1) <= room))
-    return scores.masked_fill(~kept, -math.inf)
+    scores.masked_fill_(scores < threshold, -math.inf)
+    following = ranked.gather(1, counts.clamp_max(ranked.shape[1] - 1))
+    tied = (following == threshold) & (counts < ranked.shape[1]) & (threshold > -math.inf)
+    # Rarely more tokens than wanted stand at the threshold; of those the first by number stay.
+    for row in tied[:, 0].nonzero()[:, 0].tolist():
+        above = int((scores[row] > threshold[row]).sum())
+        level = (scores[row] == threshold[row]).nonzero()[:, 0]
+        scores[row, level[int(counts[row]) - above :]] = -math.inf
+
+
+def _select(scaled: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return the given rows, without a copy if they are all there are."""
+    return scaled if len(rows) == scaled.shape[0] else scaled[rows]
+
+
+def _put_back(scaled: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> None:
+    if part is not scaled:
+        scaled[rows] = part
