@@ -14,31 +14,37 @@ TokenizedPrompt: TypeAlias = tuple[str | None, list[int]]
 _KEYS = ("prompt", "prompt_token_ids")
 
 
-def prompts_of(prompts: Prompt | Sequence[Prompt], tokenizer: Any) -> list[TokenizedPrompt]:
+def prompts_of(prompts: Any, tokenizer: Any) -> list[TokenizedPrompt]:
     """Return text (if any) and token numbers of each prompt.
 
     Args:
-        prompts: one prompt or a list of them; a flat list of numbers is one prompt.
+        prompts: one `Prompt` or a list of them; a flat list of numbers is one prompt.
         tokenizer: the model's; it adds the special tokens it was trained with.
 
     Raises:
         RequestError: something among them is no prompt, or an empty one.
     """
     if isinstance(prompts, str | Mapping) or _are_numbers(prompts):
-        prompts = [prompts]  # type: ignore[list-item]
+        prompts = [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     return [_tokenized(prompt, i, tokenizer) for i, prompt in enumerate(prompts)]
 
 
 def conversations(
-    messages: Conversation | Sequence[Conversation],
+    messages: Any,
     tokenizer: Any,
     *,
     template: str | None = None,
     add_generation_prompt: bool = True,
 ) -> list[TokenizedPrompt]:
     """Return the templated text and token numbers of each conversation.
+
+    Args:
+        messages: one `Conversation` or a list of them.
+        tokenizer: the model's.
+        template: a Jinja template in place of the tokenizer's.
+        add_generation_prompt: whether to add what begins an answer.
 
     Raises:
         RequestError: there is no template, the messages are none, or the template refuses them.
