@@ -298,6 +298,9 @@ def test_work_that_fails_is_exit_code_1(tiny_model, monkeypatch) -> None:
     assert "2 of 2 requests failed" in result.err
     assert "fell off the bus" in result.err
     assert "Traceback" not in result.err
+    loud = kv8("generate", tiny_model(), "a", "b", *SMALL, "--json", "--debug")
+    assert "Traceback" in loud.err
+    assert 'raise RuntimeError("the device fell off the bus")' in loud.err
 
 
 def test_the_trace_shows_with_debug_only(tiny_model, monkeypatch) -> None:

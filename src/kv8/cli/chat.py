@@ -38,7 +38,7 @@ def chat(
 
     At the terminal ctrl-C stops an answer, ctrl-D ends the conversation.
     """
-    start_logging(verbose=output["verbose"])
+    start_logging(output)
     from kv8.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling, max_tokens=max_tokens)

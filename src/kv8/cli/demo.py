@@ -28,7 +28,7 @@ def demo(
     output: dict[str, Any],
 ) -> None:
     """Answer the same prompts through a 16-bit and two FP8 KV caches, and compare them."""
-    start_logging(verbose=output["verbose"])
+    start_logging(output)
     from pydoc_data.topics import topics
 
     from kv8.cli.comparison import compare_caches

@@ -27,7 +27,7 @@ def generate(
     output: dict[str, Any],
 ) -> None:
     """Complete one or more prompts."""
-    start_logging(verbose=output["verbose"])
+    start_logging(output)
     from kv8.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)

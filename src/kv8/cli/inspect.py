@@ -14,7 +14,7 @@ def inspect(
     output: dict[str, Any],
 ) -> None:
     """Show what each layer would store, under which scales, and where they come from."""
-    start_logging(verbose=output["verbose"])
+    start_logging(output)
     from kv8.options import EngineOptions
 
     options = EngineOptions(model=model, **engine)
@@ -28,4 +28,4 @@ def inspect(
     else:
         say(str(report))
     for warning in config.warnings:
-        note(f"kv8: WARNING: {warning}")
+        note(f"kv8: warning: {warning}")

@@ -4,6 +4,7 @@ import inspect
 import json as json_module
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -26,13 +27,21 @@ def _flag(name: str, text: str, *spellings: str) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=option, annotation=bool)
 
 
-def start_logging(*, verbose: bool) -> None:
-    """Send kv8's log to stderr: warnings, and with ``verbose`` every decision."""
+class _Formatter(logging.Formatter):
+    """``kv8: warning: ...``, like the program's error line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"kv8: {record.levelname.lower()}: {super().format(record)}"
+
+
+def start_logging(output: Mapping[str, bool]) -> None:
+    """Send kv8's log to stderr: warnings; with ``verbose`` decisions; with ``debug`` all of it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("kv8: %(levelname)s: %(message)s"))
+    handler.setFormatter(_Formatter())
     log = logging.getLogger("kv8")
     log.handlers[:] = [handler]
-    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    level = logging.INFO if output["verbose"] else logging.WARNING
+    log.setLevel(logging.DEBUG if output["debug"] else level)
     log.propagate = False
 
 

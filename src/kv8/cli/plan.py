@@ -31,7 +31,7 @@ def plan(
     output: dict[str, Any],
 ) -> None:
     """Show how many tokens and requests fit, for each dtype and the given skip list."""
-    start_logging(verbose=output["verbose"])
+    start_logging(output)
     from kv8.options import EngineOptions
     from kv8.units import format_bytes, parse_bytes
 
