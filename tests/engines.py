@@ -22,9 +22,7 @@ def start_engine(folder: Path, **options: Any) -> Engine:
     return Engine(EngineOptions(model=str(folder), **options), check_invariants=True)
 
 
-def run(
-    engine: Engine, prompts: Sequence[Sequence[int]], **params: Any
-) -> list[RequestOutput]:
+def run(engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> list[RequestOutput]:
     """Return the outputs of all prompts, sent at once, in their order."""
     sampling = SamplingParams(**{**GREEDY, **params})
     for number, prompt in enumerate(prompts):

@@ -6,12 +6,13 @@ the KV cache alone leaves the weights plain.
 """
 
 import enum
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kv8.errors import ModelError
+from kv8.scales.declaration import Section, modelopt_section, quantization_section
+from kv8.scales.tensors import read_json
 
 
 class WeightStorage(enum.Enum):
@@ -21,7 +22,7 @@ class WeightStorage(enum.Enum):
     FP8 = "fp8"
 
 
-_FP8_ALGORITHMS = {"FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN"}
+_FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 def check_weight_storage(folder: Path, config: Mapping[str, Any]) -> WeightStorage:
@@ -30,67 +31,59 @@ def check_weight_storage(folder: Path, config: Mapping[str, Any]) -> WeightStora
     Raises:
         ModelError: in a way kv8 cannot expand; names the method and what to do.
     """
-    section, file = _quantization_section(folder, config)
+    section = quantization_section(config)
+    extra = folder / "hf_quant_config.json"
+    if section is None and extra.is_file():
+        section = modelopt_section(read_json(extra))
     if section is None:
         return WeightStorage.PLAIN
-    method = str(section.get("quant_method", "unnamed")).lower().replace("_", "-")
-    storage = _storage(method, section)
+    storage = _storage(section)
     if isinstance(storage, WeightStorage):
         return storage
     raise ModelError(
-        f"{folder.name}: its weights are quantized ({storage}, says {file}), and kv8 reads plain "
-        f"or FP8 weights only. Use the original checkpoint, or save a dequantized copy of this "
-        f"one. The KV cache is quantized all the same: --kv-cache-dtype fp8."
+        f"{folder.name}: its weights are quantized ({storage}, says {section.where}), and kv8 "
+        f"reads plain or FP8 weights only. Use the original checkpoint, or save a dequantized copy "
+        f"of this one. The KV cache is quantized all the same: --kv-cache-dtype fp8."
     )
 
 
-def _quantization_section(
-    folder: Path, config: Mapping[str, Any]
-) -> tuple[Mapping[str, Any] | None, str]:
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for field in ("quantization_config", "compression_config"):
-            if isinstance(part.get(field), Mapping):
-                return part[field], "config.json"
-    path = folder / "hf_quant_config.json"
-    if path.is_file():
-        try:
-            section = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read as JSON: {error}") from None
-        if isinstance(section, dict):
-            return {"quant_method": "modelopt", **section}, path.name
-    return None, ""
-
-
-def _storage(method: str, section: Mapping[str, Any]) -> WeightStorage | str:
+def _storage(section: Section) -> WeightStorage | str:
     """Return the storage, or words for the one that kv8 does not know."""
+    method, fields = section.method, section.fields
     if method == "compressed-tensors":
-        return _compressed_tensors(section)
+        return _compressed_tensors(fields)
     if method.startswith("modelopt"):
-        inner = section.get("quantization")
-        algorithm = (inner if isinstance(inner, Mapping) else section).get("quant_algo")
-        if algorithm is None:
-            return WeightStorage.PLAIN
-        return WeightStorage.FP8 if algorithm in _FP8_ALGORITHMS else f"modelopt {algorithm}"
+        inner = fields.get("quantization")
+        algorithm = (inner if isinstance(inner, Mapping) else fields).get("quant_algo")
+        return _plain_or_fp8("modelopt", algorithm, _FP8_ALGORITHMS)
     if method == "quark":
-        weight = (section.get("global_quant_config") or {}).get("weight")
-        if weight is None:
-            return WeightStorage.PLAIN
-        dtype = weight.get("dtype") if isinstance(weight, Mapping) else weight
-        return WeightStorage.FP8 if dtype == "fp8_e4m3" else f"quark {dtype}"
-    if method in ("fp8", "fbgemm-fp8"):
-        return WeightStorage.FP8
-    return method
+        scheme = fields.get("global_quant_config")
+        weight = scheme.get("weight") if isinstance(scheme, Mapping) else scheme
+        dtype = weight.get("dtype", "unnamed") if isinstance(weight, Mapping) else weight
+        return _plain_or_fp8("quark", dtype, ("fp8_e4m3",))
+    return WeightStorage.FP8 if method in ("fp8", "fbgemm-fp8") else method
 
 
-def _compressed_tensors(section: Mapping[str, Any]) -> WeightStorage | str:
-    groups = section.get("config_groups") or {}
+def _plain_or_fp8(method: str, name: Any, fp8_names: Sequence[str]) -> WeightStorage | str:
+    if name is None:
+        return WeightStorage.PLAIN
+    return WeightStorage.FP8 if name in fp8_names else f"{method} {name}"
+
+
+def _compressed_tensors(fields: Mapping[str, Any]) -> WeightStorage | str:
+    sparsity = fields.get("sparsity_config") or {}
+    layout = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
+    if layout != "dense":
+        return f"compressed-tensors sparsity {layout}"
+    if fields.get("transform_config"):
+        return "compressed-tensors transform_config: activations must be rotated, too"
+    groups = fields.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        return f"compressed-tensors config_groups {groups}"
     schemes = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-    for scheme in schemes:
-        if scheme is None:
-            continue
-        kind, bits = scheme.get("type"), scheme.get("num_bits")
-        if (kind, bits) != ("float", 8) or not scheme.get("symmetric", True):
+    for scheme in filter(None, schemes):
+        described = scheme if isinstance(scheme, Mapping) else {"type": scheme}
+        kind, bits = described.get("type"), described.get("num_bits")
+        if (kind, bits) != ("float", 8) or not described.get("symmetric", True):
             return f"compressed-tensors {kind} {bits} bits"
     return WeightStorage.FP8 if any(schemes) else WeightStorage.PLAIN

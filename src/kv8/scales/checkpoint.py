@@ -7,12 +7,10 @@ from kv8.geometry import ModelGeometry
 from kv8.scales.collect import CollectedScales, collect_scales
 from kv8.scales.declaration import (
     CacheDeclaration,
-    Quantized,
     combine,
     declared,
     modelopt_section,
     quantization_section,
-    quantizes,
 )
 from kv8.scales.scale import ModelScales, OriginKind
 from kv8.scales.tensors import read_json, tensor_names, weight_files
@@ -32,15 +30,12 @@ class CheckpointScales:
         scales: the scales found in its tensors.
         notes: what a reader of the log should know of them.
         tensors: names of all tensors that belong to the KV cache and not to the model.
-        quantized: whether its quantization config covers ``nothing``, the ``cache`` alone, or
-            ``weights``.
     """
 
     declaration: CacheDeclaration | None = None
     scales: ModelScales = field(default_factory=ModelScales)
     notes: tuple[str, ...] = ()
     tensors: frozenset[str] = frozenset()
-    quantized: Quantized = "nothing"
 
 
 def read_checkpoint(folder: Path, geometry: ModelGeometry) -> CheckpointScales:
@@ -61,13 +56,11 @@ def read_checkpoint(folder: Path, geometry: ModelGeometry) -> CheckpointScales:
     strategy = declaration.strategy if declaration else None
     names = tensor_names(weight_files(folder))
     collected = collect_scales(names, geometry, OriginKind.CHECKPOINT, strategy)
-    kinds = {quantizes(section) for section in sections}
     return CheckpointScales(
         declaration=declaration,
         scales=collected.scales,
         notes=_notes(collected, sections[0].method if sections else ""),
         tensors=collected.tensors,
-        quantized="weights" if "weights" in kinds else "cache" if kinds else "nothing",
     )
 
 

@@ -4,14 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from kv8.errors import ModelError
 from kv8.formats.base import FP8_E4M3
 from kv8.scales.schemes import dict_refusal, quark_refusal, strategy_of, word_refusal
 from kv8.scales.validity import Strategy
-
-Quantized = Literal["nothing", "cache", "weights"]
 
 
 @dataclass(frozen=True)
@@ -122,25 +120,6 @@ def combine(
             f"{first.where} and {second.where} declare different KV caches. Correct one of them."
         )
     return first
-
-
-def quantizes(section: Section) -> Quantized:
-    """Return whether ``section`` is about the KV cache alone or about weights, too."""
-    fields = section.fields
-    if section.method == "modelopt":
-        nested = fields.get("quantization")
-        algorithm = (nested if isinstance(nested, Mapping) else fields).get("quant_algo")
-        return "weights" if algorithm or fields.get("config_groups") else "cache"
-    if section.method == "quark":
-        specs = [_mapping(fields.get("global_quant_config")), *_quark_specs(fields).values()]
-        return "weights" if any(spec.get("weight") for spec in specs) else "cache"
-    if section.method != "compressed-tensors":
-        return "weights"
-    sparsity = fields.get("sparsity_config") or {}
-    dense = not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") == "dense"
-    groups = _groups(fields)
-    attention = all(_is_attention_group(group) for group in groups.values())
-    return "cache" if attention and dense and not fields.get("transform_config") else "weights"
 
 
 def _scheme(producer: str, scheme: Any, where: str) -> CacheDeclaration:

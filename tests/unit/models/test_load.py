@@ -302,6 +302,21 @@ def test_fp8_weights_without_a_scale_are_refused(tiny_model: TinyModel, tmp_path
             },
             "compressed-tensors int 4 bits",
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "compressed-tensors sparsity sparse-24-bitmask",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": KV_SCHEME,
+                "transform_config": {"config_groups": {"u": {"apply": []}}},
+            },
+            "compressed-tensors transform_config",
+        ),
     ],
 )
 def test_other_quantized_weights_are_refused_with_a_remedy(
@@ -309,6 +324,25 @@ def test_other_quantized_weights_are_refused_with_a_remedy(
 ) -> None:
     folder = copy_model(tiny_model("llama"), tmp_path, quantization_config=section)
     with pytest.raises(ModelError, match=rf"{words}.*original checkpoint"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": ["Linear"]},
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": "int4"}}},
+        {"quant_method": "compressed-tensors", "sparsity_config": "some"},
+        {"quant_method": "quark", "global_quant_config": "fp8"},
+        {"quant_method": "modelopt", "quantization": [], "quant_algo": []},
+        ["fp8"],
+    ],
+)
+def test_a_section_nobody_writes_is_refused_by_name(
+    section: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    folder = copy_model(tiny_model("llama"), tmp_path, quantization_config=section)
+    with pytest.raises(ModelError, match="quantization_config"):
         load_config(folder)
 
 

@@ -30,13 +30,11 @@ def test_each_scale_is_bound_with_its_tensor_and_file(tmp_path: Path) -> None:
         assert scales.k.origin == Origin(OriginKind.CHECKPOINT, detail)
     assert found.tensors == set(scale_tensors())
     assert found.scales.problems == ()
-    assert found.quantized == "cache"
 
 
 def test_scales_without_a_declaration_are_there_but_not_declared(tmp_path: Path) -> None:
     found = read_checkpoint(write_folder(tmp_path, scale_tensors()), geometry_of())
     assert found.declaration is None
-    assert found.quantized == "nothing"
     assert len(found.scales.layers) == 4
 
 

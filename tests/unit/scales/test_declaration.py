@@ -15,7 +15,7 @@ from tests.checkpoint_folders import (
 
 from kv8.errors import ModelError
 from kv8.scales.checkpoint import read_checkpoint
-from kv8.scales.declaration import CacheDeclaration, declared, quantization_section, quantizes
+from kv8.scales.declaration import CacheDeclaration, declared, quantization_section
 
 LINEAR = {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": None}
 MODELOPT = {
@@ -194,40 +194,6 @@ def test_a_group_that_contradicts_the_scheme_is_refused() -> None:
     assert "'attn_head'" in (found.refusal or "")
 
 
-@pytest.mark.parametrize(
-    ("quantization", "kind"),
-    [
-        (compressed_tensors(), "cache"),
-        ({**compressed_tensors(), "config_groups": {"g": ATTENTION_GROUP}}, "cache"),
-        (
-            {
-                **compressed_tensors(),
-                "config_groups": {"g": {**ATTENTION_GROUP, "targets": ["re:.*self_attn$"]}},
-            },
-            "cache",
-        ),
-        ({**compressed_tensors(), "sparsity_config": {"format": "dense"}}, "cache"),
-        ({**compressed_tensors(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "weights"),
-        ({**compressed_tensors(), "transform_config": {"config_groups": {"u": {}}}}, "weights"),
-        ({**compressed_tensors(), "config_groups": {"g": LINEAR}}, "weights"),
-        ({**compressed_tensors(), "config_groups": {"g": LINEAR, "h": ATTENTION_GROUP}}, "weights"),
-        ({**compressed_tensors(), "config_groups": {"FP8": ["Linear"]}}, "weights"),
-        ({**MODELOPT, "quant_algo": None}, "cache"),
-        (MODELOPT, "weights"),
-        ({"quant_method": "fp8", "kv_cache_scheme": "static"}, "weights"),
-        (QUARK, "weights"),
-        ({**QUARK, "global_quant_config": {"weight": None}}, "cache"),
-        ({"quant_method": "awq"}, "weights"),
-    ],
-)
-def test_a_config_about_the_cache_alone_is_told_from_quantized_weights(
-    quantization: Any, kind: str
-) -> None:
-    section = quantization_section({"quantization_config": quantization})
-    assert section is not None
-    assert quantizes(section) == kind
-
-
 def test_the_section_is_found_where_producers_put_it() -> None:
     for config in (
         {"quantization_config": compressed_tensors()},
@@ -259,7 +225,6 @@ def test_modelopts_own_file_declares_too(tmp_path: Path) -> None:
     found = read_checkpoint(tmp_path, geometry_of())
     assert found.declaration is not None
     assert found.declaration.where == "hf_quant_config.json: quantization.kv_cache_quant_algo"
-    assert found.quantized == "weights"
 
 
 def test_two_files_may_agree_but_not_contradict(tmp_path: Path) -> None:
