@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kv8.errors import RequestError
+from kv8.formats.lookup import get_format
 from kv8.units import parse_bytes
 
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16", "float32"]
@@ -80,7 +81,6 @@ class EngineOptions:
             raise RequestError("model is missing: give a folder, a .gguf file, a hub id, smollm2.")
         for name, choices in (
             ("dtype", ModelDtype),
-            ("kv_cache_dtype", KVCacheDtype),
             ("query_dtype", QueryDtype),
             ("missing_scales", MissingScales),
         ):
@@ -88,6 +88,8 @@ class EngineOptions:
             if value not in get_args(choices):
                 allowed = ", ".join(get_args(choices))
                 raise RequestError(f"{name}={value!r} is not known. Allowed: {allowed}.")
+        if self.kv_cache_dtype != "auto":
+            get_format(str(self.kv_cache_dtype))
         for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is None:

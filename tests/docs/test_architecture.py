@@ -19,10 +19,10 @@ PACKAGES = (
     "layer_plan",
     "scales",
     "geometry.py",
-    "formats",
     "options.py",
     "sampling_params.py",
     "outputs.py",
+    "formats",
     "units.py",
     "errors.py",
 )

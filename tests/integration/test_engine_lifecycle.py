@@ -70,6 +70,28 @@ def test_new_scales_reach_the_next_request_and_empty_the_cache(tiny_model) -> No
     assert not torch.equal(after, before)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kv_scales": OTHER_SCALES},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype_skip_layers": "0"},
+        {"query_dtype": "fp8", "missing_scales": "default"},
+        {"model": "gemma3", "kv_scales": {n: {"k": 0.02, "v": 0.02} for n in range(4)}},
+    ],
+)
+def test_blocks_are_found_only_by_engines_that_would_store_the_same(change, tiny_model) -> None:
+    """Pitfall 48: model, formats, scales and query format are all part of the digests' key."""
+    options = {"model": "llama", "kv_cache_dtype": "fp8", "kv_scales": SCALES}
+
+    def key(**options) -> bytes:
+        folder = tiny_model(options.pop("model"))
+        return start_engine(folder, **options).runner.cache_key()
+
+    assert key(**options) == key(**options)
+    assert key(**options) != key(**{**options, **change})
+
+
 def test_scales_may_change_while_requests_run(tiny_model) -> None:
     engine = start_engine(tiny_model("llama"), kv_cache_dtype="fp8", kv_scales=SCALES)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

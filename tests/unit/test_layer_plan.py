@@ -3,7 +3,7 @@
 import pytest
 from tests.checkpoint_folders import GEMMA3, geometry_of
 
-from kv8.errors import LayerPlanError, UnsupportedModelError
+from kv8.errors import LayerPlanError, RequestError, UnsupportedModelError
 from kv8.formats.base import BFLOAT16, FLOAT16, FLOAT32, FP8_E4M3, FP8_E5M2, KVFormat
 from kv8.geometry import ModelGeometry
 from kv8.layer_plan import LayerPlan, make_layer_plan, resolve_cache_format
@@ -225,9 +225,9 @@ def test_a_concrete_name_is_what_is_stored(option: str) -> None:
 
 def test_an_unknown_format_lists_those_there_are() -> None:
     """Pitfall 71: the refusal names what was asked for and what works."""
-    with pytest.raises(LayerPlanError, match=r"'int8'.*fp8_e4m3.*bfloat16"):
+    with pytest.raises(RequestError, match=r"kv_cache_dtype='int8'.*fp8_e4m3.*bfloat16"):
         resolve_cache_format("int8", None, "bfloat16")
-    with pytest.raises(LayerPlanError, match="'float64'"):
+    with pytest.raises(RequestError, match="the model's dtype='float64'"):
         resolve_cache_format("auto", None, "float64")
 
 

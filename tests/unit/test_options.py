@@ -2,11 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kv8.errors import RequestError
-from kv8.options import OPTION_FIELDS, EngineOptions
+from kv8.formats.base import ALIASES, FORMATS
+from kv8.options import OPTION_FIELDS, EngineOptions, KVCacheDtype
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,17 @@ def test_a_bad_value_is_refused_by_name_and_value(name: str, value: object) -> N
     with pytest.raises(RequestError, match=name) as caught:
         EngineOptions(model="m", **{name: value})  # type: ignore[arg-type]
     assert repr(value) in str(caught.value)
+
+
+def test_every_format_is_offered_and_no_other() -> None:
+    """Pitfall 67: the choices shown are the formats there are."""
+    assert set(get_args(KVCacheDtype)) == {"auto", *FORMATS, *ALIASES}
+
+
+def test_a_foreign_dialect_is_explained() -> None:
+    """Pitfall 31: whoever asks for the other e4m3 is told what it is, and what there is."""
+    with pytest.raises(RequestError, match=r"'fp8_e4m3fnuz'.*another dialect.*Allowed: fp8_e4m3"):
+        EngineOptions(model="m", kv_cache_dtype="fp8_e4m3fnuz")  # type: ignore[arg-type]
 
 
 def test_a_model_is_needed() -> None:

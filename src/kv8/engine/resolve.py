@@ -257,7 +257,7 @@ def _skip_decision(options: EngineOptions, plan: LayerPlan) -> list[Decision]:
 
 def _scale_decisions(plan: LayerPlan, resolved: ResolvedScales) -> list[Decision]:
     """Say granularity, origins and query mode of a quantized cache; nothing for a 16-bit one."""
-    layers = [entry.layer for entry in plan.layers if entry.format.quantized]
+    layers = plan.quantized_layers
     if not layers:
         return []
     scales = [s for n in layers for s in (resolved.scales.layer(n).k, resolved.scales.layer(n).v)]

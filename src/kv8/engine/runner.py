@@ -82,9 +82,8 @@ class Runner:
         """Return what stored bytes depend on besides tokens, as a digest."""
         parts = [
             self._config.source.name,
-            *(f"{entry.layer} {entry.format.name}" for entry in self._config.plan.layers),
+            self._config.plan.fingerprint().hex(),
             self.scales.fingerprint().hex(),
-            "fp8 queries" if self._config.fp8_queries else "native queries",
             str(self._num_weight_updates),
         ]
         return hashlib.blake2b("\n".join(parts).encode()).digest()

@@ -10,8 +10,12 @@ from kv8.formats.base import ALIASES, FORMATS, KVFormat
 _FOREIGN_SUFFIX = "fnuz"
 
 
-def get_format(name: str) -> KVFormat:
+def get_format(name: str, *, what: str = "kv_cache_dtype") -> KVFormat:
     """Return the format called ``name``, aliases resolved (``fp8`` is ``fp8_e4m3``).
+
+    Args:
+        name: as a person or a configuration file writes it.
+        what: what the name was given for, to begin the refusal with.
 
     Raises:
         RequestError: no such format; the message lists those there are.
@@ -22,7 +26,7 @@ def get_format(name: str) -> KVFormat:
     allowed = ", ".join([*FORMATS, *(f"{alias} (= {to})" for alias, to in ALIASES.items())])
     if name.lower().endswith(_FOREIGN_SUFFIX):
         raise RequestError(
-            f"KV cache format {name!r} is another dialect of FP8: each of its bytes stands for "
+            f"{what}={name!r} is another dialect of FP8: each of its bytes stands for "
             f"half the value kv8's formats give it (exponent bias one higher), and its NaN is "
             f"another byte. kv8 neither reads nor writes it. Convert to fp8_e4m3 or fp8_e5m2: "
             f"keep the bytes and halve the scale where there is no NaN byte (0x80), or quantize "
@@ -30,4 +34,4 @@ def get_format(name: str) -> KVFormat:
         )
     close = get_close_matches(name, [*FORMATS, *ALIASES], n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    raise RequestError(f"KV cache format {name!r} is not known.{hint} Allowed: {allowed}.")
+    raise RequestError(f"{what}={name!r} is not known.{hint} Allowed: {allowed}.")

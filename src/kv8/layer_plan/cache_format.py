@@ -1,7 +1,8 @@
 """Which format the cache has: explicit option > checkpoint's declaration > model's dtype."""
 
-from kv8.errors import LayerPlanError, UnsupportedModelError
-from kv8.formats.base import ALIASES, FORMATS, KVFormat
+from kv8.errors import UnsupportedModelError
+from kv8.formats.base import ALIASES, KVFormat
+from kv8.formats.lookup import get_format
 from kv8.scales.declaration import CacheDeclaration
 
 
@@ -16,7 +17,7 @@ def resolve_cache_format(
         model_dtype: name of the weights' dtype.
 
     Raises:
-        LayerPlanError: ``option`` or ``model_dtype`` is no format kv8 stores.
+        RequestError: ``option`` or ``model_dtype`` is no format kv8 stores.
         UnsupportedModelError: the checkpoint declares a scheme kv8 does not serve. An explicit
             16-bit or 32-bit ``option`` is served all the same: it does not use the scheme.
     """
@@ -24,16 +25,16 @@ def resolve_cache_format(
         return _explicit(option, declaration)
     if declaration is not None:
         _require_served(declaration)
-        chosen = _format(declaration.format, declaration.where)
+        chosen = get_format(declaration.format, what=declaration.where)
         return chosen, f"the checkpoint declares it ({declaration.where})"
-    chosen = _format(model_dtype, "the model's dtype")
+    chosen = get_format(model_dtype, what="the model's dtype")
     return chosen, (
         "the model's dtype: no kv_cache_dtype was given and the checkpoint declares none"
     )
 
 
 def _explicit(option: str, declaration: CacheDeclaration | None) -> tuple[KVFormat, str]:
-    chosen = _format(option, "kv_cache_dtype")
+    chosen = get_format(option)
     alias = f" (fp8 is short for {chosen.name})" if option in ALIASES else ""
     reason = f"kv_cache_dtype={option} was given{alias}"
     if declaration is None:
@@ -51,11 +52,3 @@ def _require_served(declaration: CacheDeclaration) -> None:
             f"The checkpoint declares a KV cache that kv8 does not serve: {declaration.refusal}. "
             f"An unquantized cache works: give kv_cache_dtype=bfloat16 (--kv-cache-dtype bfloat16)."
         )
-
-
-def _format(name: str, what: str) -> KVFormat:
-    found = FORMATS.get(ALIASES.get(name, name))
-    if found is None:
-        allowed = ", ".join([*ALIASES, *FORMATS])
-        raise LayerPlanError(f"{what} is {name!r}, no format kv8 stores. Allowed: {allowed}.")
-    return found
