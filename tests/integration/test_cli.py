@@ -164,13 +164,25 @@ def test_plan_numbers_are_the_engines(tiny_model) -> None:
 
 
 def test_plan_says_what_limits_the_gain(tiny_model) -> None:
-    """Pitfall 60: where windows or padding eat the gain, the row says so."""
-    model = tiny_model("gemma4")
-    result = kv8("plan", model, "--memory", "1MiB", "--kv-cache-dtype-skip-layers", "0", "--json")
-    rows = result.json["rows"]
-    ratios = [rows[0]["bytes_per_token"] / row["bytes_per_token"] for row in rows]
-    for row, ratio in zip(rows, ratios, strict=True):
-        assert (row["gain"] < 0.98 * ratio) == ("gain below" in row["note"]) or ratio <= 1.01
+    """Pitfall 60: bytes by window for both dtypes, and which layers gain least; `inspect` too."""
+    model = tiny_model("gemma3")
+    words = (model, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window")
+    rows = {row["setting"]: row for row in kv8("plan", *words, "--json").json["rows"]}
+    mixed = rows["fp8_e4m3, skip sliding_window"]
+    assert mixed["note"].startswith("limited by 3 layers with a window of 8: ")
+    assert rows["fp8_e4m3"]["note"] == ""
+    assert [(part["window"], part["layers"]) for part in mixed["saving"]] == [
+        (None, [3]), (8, [0, 1, 2]),
+    ]  # fmt: skip
+    # Float32 or FP8 for the full layer's 512 tokens; the window layers stay as they were.
+    assert [part["ratio"] for part in mixed["saving"]] == [4.0, 1.0]
+    held, plain = (
+        sum(part[name] for part in mixed["saving"]) for name in ("held_bytes", "model_dtype_bytes")
+    )
+    shown = kv8("inspect", *words, "--json").json
+    [said] = [line for line in shown["messages"] if line.startswith("Gain over a cache in float32")]
+    assert f": {plain / held:.2f}x the sequences of 512 tokens, {mixed['note']}; " in said
+    assert said.endswith("x at 8 tokens.")
 
 
 def test_plan_says_what_does_not_fit(tiny_model) -> None:

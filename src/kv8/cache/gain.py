@@ -88,6 +88,16 @@ def capacity_gain(geometry: ModelGeometry, layout: CacheLayout, num_tokens: int)
     )
 
 
+def describe_gain(geometry: ModelGeometry, layout: CacheLayout, max_model_len: int) -> str:
+    """Say in a sentence what ``layout`` saves, and where shorter sequences would gain less."""
+    gain = capacity_gain(geometry, layout, max_model_len)
+    text = f"Gain over a cache in {geometry.model_dtype}: {gain}"
+    window = None if gain.limiting is None else gain.limiting.window
+    if window is not None and window < max_model_len:
+        text += f"; {capacity_gain(geometry, layout, window).ratio:.2f}x at {window:,} tokens"
+    return f"{text}."
+
+
 def _held_bytes(layout: CacheLayout, num_tokens: int) -> dict[int | None, int]:
     """Return the bytes of a decoding sequence's blocks, by window."""
     held: dict[int | None, int] = {}

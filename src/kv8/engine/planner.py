@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kv8.cache.capacity import Capacity, capacity
+from kv8.cache.gain import CapacityGain, capacity_gain
 from kv8.cache.layout import CacheLayout, make_layout
 from kv8.formats.base import ALIASES, FORMATS, FP8_E4M3, FP8_E5M2
 from kv8.geometry import ModelGeometry
@@ -27,6 +28,8 @@ class PlanRow:
         chosen: whether this is what an engine with these options would have.
         capacity: what the memory holds.
         gain: tokens over those of the model's dtype.
+        saving: where that comes from: bytes of one sequence of ``capacity.max_model_len`` tokens,
+            window by window.
         note: what limits the gain, or is short, in a sentence; often empty.
     """
 
@@ -36,6 +39,7 @@ class PlanRow:
     chosen: bool
     capacity: Capacity
     gain: float
+    saving: CapacityGain
     note: str
 
     def as_json(self) -> dict[str, Any]:
@@ -57,6 +61,7 @@ class PlanRow:
             "scale_bytes": held.scale_bytes,
             "memory_bytes": held.memory_bytes,
             "gain": self.gain,
+            "saving": [vars(each) | {"ratio": each.ratio} for each in self.saving.classes],
             "chosen": self.chosen,
             "note": self.note,
         }
@@ -88,6 +93,7 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
             layout, held = _hold(options, geometry, dtype, entries, memory_bytes)
             gain = held.tokens / base[1].tokens if base[1].tokens else 0.0
             ratio = base[1].bytes_per_token / held.bytes_per_token
+            saving = capacity_gain(geometry, layout, held.max_model_len)
             rows.append(
                 PlanRow(
                     setting=dtype + (f", skip {' '.join(entries)}" if entries else ""),
@@ -96,7 +102,8 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
                     chosen=dtype == chosen.name and (entries == skip or not chosen.quantized),
                     capacity=held,
                     gain=gain,
-                    note=_note(layout, held, gain=gain, ratio=ratio),
+                    saving=saving,
+                    note=_note(layout, held, saving, gain=gain, ratio=ratio),
                 )
             )
     return rows
@@ -123,19 +130,19 @@ def _hold(
     return layout, capacity(layout, memory_bytes, longest)
 
 
-def _note(layout: CacheLayout, held: Capacity, *, gain: float, ratio: float) -> str:
+def _note(
+    layout: CacheLayout, held: Capacity, saving: CapacityGain, *, gain: float, ratio: float
+) -> str:
     """Say what a reader would otherwise wonder about."""
     notes = []
     if not held.fits:
         notes.append(f"{held.max_model_len:,} tokens do not fit; {held.longest_sequence:,} do")
-    if ratio > 1.01 and gain < 0.98 * ratio:
-        reasons = []
+    if saving.limiting is not None:
+        notes.append(f"limited by {saving.limiting}")
+    elif ratio > 1.01 and gain < 0.98 * ratio:
+        reason = "only whole blocks and requests count"
         if held.padding_bytes:
             share = held.padding_bytes / (len(layout.groups) * layout.block_bytes)
-            reasons.append(f"{100 * share:.0f} % of the blocks' bytes are padding")
-        if any(group.window is not None for group in layout.groups):
-            reasons.append("window layers hold only their window")
-        if not reasons:
-            reasons.append("only whole blocks and requests count")
-        notes.append(f"gain below {ratio:.2f}x of the bytes: {', '.join(reasons)}")
+            reason = f"{100 * share:.0f} % of the blocks' bytes are padding"
+        notes.append(f"gain below {ratio:.2f}x of the bytes: {reason}")
     return "; ".join(notes)

@@ -14,6 +14,7 @@ import torch
 
 from kv8.attention.select import check_backend_name
 from kv8.cache.capacity import Capacity, capacity, longest_sequence, memory_for
+from kv8.cache.gain import describe_gain
 from kv8.cache.layout import CacheLayout, make_layout
 from kv8.engine.resolve_memory import default_cache_memory
 from kv8.errors import CapacityError, RequestError
@@ -162,7 +163,11 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
                 "longer prompts are computed in chunks",
             ),
         ),
-        messages=(*plan.notes, *resolved.messages),
+        messages=(
+            *plan.notes,
+            *resolved.messages,
+            *([describe_gain(geometry, layout, max_model_len)] if plan.quantized_layers else ()),
+        ),
         warnings=resolved.warnings,
     )
 

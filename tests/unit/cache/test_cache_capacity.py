@@ -10,7 +10,7 @@ from kv8.cache.capacity import (
     memory_for,
     peak_blocks,
 )
-from kv8.cache.gain import capacity_gain
+from kv8.cache.gain import capacity_gain, describe_gain
 from kv8.cache.layout import make_layout
 from kv8.cache.manager import CacheManager
 from kv8.cache.pool import KVPool
@@ -200,6 +200,7 @@ def test_the_gain_of_a_hybrid_is_what_is_allocated(num_tokens, skip):
     assert sum(c.model_dtype_bytes for c in gain.classes) == held[0]
     assert sum(c.held_bytes for c in gain.classes) == held[1]
     assert gain.ratio == held[0] / held[1]
+    assert f": {gain.ratio:.2f}x the sequences" in describe_gain(geometry, layout, num_tokens)
     if skip:
         assert 1 < gain.ratio < 2
         assert gain.limiting is not None
