@@ -52,7 +52,7 @@ def test_example(name: str, body: str, expected: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
         timeout=300,
         check=False,
     )
