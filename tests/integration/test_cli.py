@@ -185,6 +185,16 @@ def test_plan_says_what_limits_the_gain(tiny_model) -> None:
     assert said.endswith("x at 8 tokens.")
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gpt_oss"])
+def test_plan_reports_padding(tiny_model, family) -> None:
+    """Pitfall 59: where blocks of different layers do not divide, the row says what is unused."""
+    words = ("--kv-cache-dtype-skip-layers", "0", "--json")
+    rows = kv8("plan", tiny_model(family), *words).json["rows"]
+    for row in rows:
+        assert ("are padding" in row["note"]) is (row["padding_bytes"] > 0)
+    assert any(row["padding_bytes"] for row in rows) is (family != "gemma4")
+
+
 def test_plan_says_what_does_not_fit(tiny_model) -> None:
     result = kv8("plan", tiny_model(), "--memory", "64KiB")
     assert result.code == 0

@@ -113,6 +113,26 @@ def test_bad_scales_change_nothing(tiny_model) -> None:
     assert engine.runner.cache_key() == key
 
 
+def test_new_scales_do_not_switch_fp8_attention_on_or_off(tiny_model, caplog) -> None:
+    """Pitfalls 25, 54: new q scales are in effect at once; 1.0 in their place is never silent."""
+    with_q = {layer: {**sides, "q": 0.02} for layer, sides in SCALES.items()}
+    other_q = {layer: {**sides, "q": 0.5} for layer, sides in SCALES.items()}
+    ids = prompt_ids(20)
+    native = start_engine(tiny_model("llama"), kv_cache_dtype="fp8", kv_scales=SCALES)
+    before = teacher_forced(native, ids, chunks=[20])
+    native.set_scales(with_q)
+    assert torch.equal(teacher_forced(native, ids, chunks=[20]), before)
+
+    quantized = start_engine(tiny_model("llama"), kv_cache_dtype="fp8", kv_scales=with_q)
+    before, key = teacher_forced(quantized, ids, chunks=[20]), quantized.runner.cache_key()
+    quantized.set_scales(other_q)
+    assert quantized.runner.cache_key() != key
+    assert not torch.equal(teacher_forced(quantized, ids, chunks=[20]), before)
+    assert "q scale" not in caplog.text
+    quantized.set_scales(SCALES)
+    assert "with the uncalibrated q scale 1.0 in layers 0-3" in caplog.text
+
+
 def test_weights_without_scales_make_the_scales_stale(tiny_model, caplog) -> None:
     """Pitfalls 47, 48: four times larger weights; old scales are called stale, new ones used."""
     engine = start_engine(tiny_model("llama"), kv_cache_dtype="fp8", kv_scales=SCALES)

@@ -36,9 +36,11 @@ class ClassBytes:
         return self.model_dtype_bytes / self.held_bytes
 
     def __str__(self) -> str:
-        name = "full layers" if self.window is None else f"layers with a window of {self.window:,}"
+        count = len(self.layers)
+        name = "layer" if count == 1 else "layers"
+        sees = "full attention" if self.window is None else f"a window of {self.window:,}"
         return (
-            f"{len(self.layers)} {name}: {format_bytes(self.held_bytes)} in place of "
+            f"{count} {name} with {sees}: {format_bytes(self.held_bytes)} in place of "
             f"{format_bytes(self.model_dtype_bytes)}"
         )
 

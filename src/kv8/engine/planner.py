@@ -92,7 +92,6 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
         for entries in lists:
             layout, held = _hold(options, geometry, dtype, entries, memory_bytes)
             gain = held.tokens / base[1].tokens if base[1].tokens else 0.0
-            ratio = base[1].bytes_per_token / held.bytes_per_token
             saving = capacity_gain(geometry, layout, held.max_model_len)
             rows.append(
                 PlanRow(
@@ -103,7 +102,7 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
                     capacity=held,
                     gain=gain,
                     saving=saving,
-                    note=_note(layout, held, saving, gain=gain, ratio=ratio),
+                    note=_note(layout, held, saving),
                 )
             )
     return rows
@@ -130,19 +129,14 @@ def _hold(
     return layout, capacity(layout, memory_bytes, longest)
 
 
-def _note(
-    layout: CacheLayout, held: Capacity, saving: CapacityGain, *, gain: float, ratio: float
-) -> str:
+def _note(layout: CacheLayout, held: Capacity, saving: CapacityGain) -> str:
     """Say what a reader would otherwise wonder about."""
     notes = []
     if not held.fits:
         notes.append(f"{held.max_model_len:,} tokens do not fit; {held.longest_sequence:,} do")
     if saving.limiting is not None:
         notes.append(f"limited by {saving.limiting}")
-    elif ratio > 1.01 and gain < 0.98 * ratio:
-        reason = "only whole blocks and requests count"
-        if held.padding_bytes:
-            share = held.padding_bytes / (len(layout.groups) * layout.block_bytes)
-            reason = f"{100 * share:.0f} % of the blocks' bytes are padding"
-        notes.append(f"gain below {ratio:.2f}x of the bytes: {reason}")
+    if held.padding_bytes:
+        share = held.padding_bytes / (len(layout.groups) * layout.block_bytes)
+        notes.append(f"{100 * share:.2g} % of the blocks' bytes are padding")
     return "; ".join(notes)

@@ -172,7 +172,9 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
     )
 
 
-def find_scales(config: ResolvedConfig, kv_scales: str | Path | Mapping[str, Any]) -> ModelScales:
+def find_scales(
+    config: ResolvedConfig, kv_scales: str | Path | Mapping[str, Any]
+) -> ResolvedScales:
     """Return other scales for a running engine; whether queries are quantized stays as it is.
 
     Raises:
@@ -185,7 +187,7 @@ def find_scales(config: ResolvedConfig, kv_scales: str | Path | Mapping[str, Any
         _explicit_scales(kv_scales, config.geometry),
         config.options.missing_scales,
         "fp8" if config.fp8_queries else "native",
-    ).scales
+    )
 
 
 def _explicit_scales(

@@ -21,7 +21,8 @@ from kv8.engine.counters import CacheCounters
 from kv8.engine.resolve import ResolvedConfig, find_scales
 from kv8.errors import RequestError
 from kv8.models.hook import HookedModel
-from kv8.scales.scale import ModelScales, OriginKind, Scale
+from kv8.scales.resolve import ResolvedScales
+from kv8.scales.scale import OriginKind, Scale
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,11 @@ class Runner:
                 "old ones: they are stale. Give scales for the new weights with kv_scales."
             )
 
-    def _use_scales(self, scales: ModelScales) -> None:
+    def _use_scales(self, found: ResolvedScales) -> None:
+        for warning in found.warnings:
+            logger.warning("%s", warning)
         for number, layer in self.layers.items():
-            fresh = scales.layer(number)
+            fresh = found.scales.layer(number)
             for target, scale in (
                 (layer.q_scale, fresh.q),
                 (layer.k_scale, fresh.k),
@@ -148,7 +151,7 @@ class Runner:
             ):
                 if target is not None:
                     target.copy_(_expand(scale, target.numel()))
-        self.scales = scales
+        self.scales = found.scales
         self._stale = False
 
     def _layer(self, number: int) -> LayerAttention:
