@@ -33,6 +33,17 @@ def test_repeats_and_shared_prefixes_are_served_from_the_cache(kv_cache_dtype, t
     assert relative.outputs[0].finish_reason == "length"
 
 
+def test_without_prefix_caching_nothing_is_found_again(tiny_model) -> None:
+    engine = start_engine(tiny_model("llama"), kv_cache_dtype="fp8", enable_prefix_caching=False)
+    settings = {decision.name: decision.value for decision in engine.config.decisions}
+    assert settings["enable_prefix_caching"] == "off"
+    prompt = prompt_ids(40, seed=1)
+    answers = [run(engine, [prompt], max_tokens=6)[0] for _ in range(2)]
+    assert [answer.num_cached_tokens for answer in answers] == [0, 0]
+    assert tokens(answers[1:]) == tokens(answers[:1])
+    assert engine.cache.num_cached_blocks == 0
+
+
 def test_a_rolled_back_prompt_equals_a_fresh_run(tiny_model) -> None:
     """Pitfall 66: 40 tokens, back 7, 7 others: as if the first 7 had never been; options intact."""
     options = EngineOptions(

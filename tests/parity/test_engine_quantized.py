@@ -5,6 +5,7 @@ of kv8's formats, cache or attention. The engine may differ from it by float rou
 that float rounding carried over a rounding boundary: bounds as in `test_engine_equivalence`.
 """
 
+import math
 import sys
 
 import pytest
@@ -37,6 +38,11 @@ def oracle(folder, kv_cache_dtype, scales):
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, attention_mask, **keywords)
 
+    return through(folder, attend)
+
+
+def through(folder, attend):
+    """Return log probabilities [T, V] of transformers attending through ``attend``."""
     AttentionInterface.register("rounded", attend)
     AttentionMaskInterface.register("rounded", eager_mask)
     model = AutoModelForCausalLM.from_pretrained(
@@ -80,3 +86,36 @@ def test_skipped_layers_keep_their_keys_and_values(tiny_model) -> None:
     noise = float((expected - oracle(folder, "fp8_e4m3", {})).abs().max())
     gap = (teacher_forced(engine, IDS, chunks=[70]) - expected).abs().max()
     assert gap < max(FLOAT_ROUNDING, noise / 4)
+
+
+def fp8_attention(folder, scales):
+    """Return log probabilities [T, V] of transformers with queries and weights rounded as well."""
+
+    def attend(module, query, key, value, attention_mask, *, scaling, **_):
+        given = scales[module.layer_idx]
+        query = rounded(query, given["q"], "fp8_e4m3")
+        key = rounded(key, given["k"], "fp8_e4m3").repeat_interleave(2, dim=1)
+        value = rounded(value, given["v"], "fp8_e4m3").repeat_interleave(2, dim=1)
+        logits = (query @ key.transpose(2, 3) * scaling + attention_mask) / math.log(2)
+        weights = torch.exp2(logits - logits.amax(-1, keepdim=True).ceil())
+        output = rounded(weights, 2.0**-8, "fp8_e4m3") @ value / weights.sum(-1, keepdim=True)
+        return output.transpose(1, 2).contiguous(), None
+
+    return through(folder, attend)
+
+
+@pytest.mark.parametrize("q", [0.02, [0.005, 0.02, 0.08, 0.01]])
+def test_fp8_attention_equals_transformers_with_everything_rounded(q, tiny_model) -> None:
+    """Pitfalls 25, 26: q scales, one or one a head, reach prefill, chunks and decode alike."""
+    folder = tiny_model("llama")
+    scales = {n: {"q": q, "k": [0.01 * 2**n, 0.03], "v": 0.02} for n in range(4)}
+    engine = start_engine(folder, kv_cache_dtype="fp8", kv_scales=scales)
+    assert engine.config.fp8_queries
+    native = start_engine(folder, kv_cache_dtype="fp8", kv_scales=scales, query_dtype="native")
+    expected = fp8_attention(folder, scales)
+    # What rounding of queries and weights adds; the comparison must see it.
+    noise = float((expected - teacher_forced(native, IDS, chunks=[70])).abs().max())
+    assert noise > 10 * FLOAT_ROUNDING
+    for chunks in ([70], [20, 1], [7]):
+        gap = (teacher_forced(engine, IDS, chunks=chunks) - expected).abs()
+        assert gap.max() < max(FLOAT_ROUNDING, noise / 4), chunks
