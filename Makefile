@@ -6,12 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check unit install clean help
+.PHONY: demo test check unit test-oracle install clean help
 
 help:
 	@echo "make demo   answer three prompts through a bf16 and an FP8 KV cache and compare them"
 	@echo "make test   every check CI runs: format, lint, types, import layers, tests"
 	@echo "make check  the same without the tests;  make unit  the fast tests alone"
+	@echo "make test-oracle  the .gguf tests against llama.cpp, which is compiled first (minutes)"
 
 # The stamp is newer than the files that decide what is installed, so a second run installs nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,6 +40,10 @@ unit: $(VENV)/.installed-dev
 
 test: check
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-oracle: $(VENV)/.installed-dev
+	$(PIP) install --constraint constraints.txt --editable '.[dev,oracle]'
+	$(BIN)/python -m pytest tests/unit/models tests/integration/test_builtin_models.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -160,19 +160,28 @@ def test_kill_9_during_a_conversion(tmp_path, monkeypatch):
     assert described(resolve_source(str(path)).folder) == golden("smollm2", "tensors")
 
 
-def test_llama_cpp_continues_alike(source, tokenizer, tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+def test_the_continuation_is_the_one_llama_cpp_gave(source, tokenizer):
+    recorded = golden(source.name, "continuation")
+    tokens = tokenizer.encode(recorded["prompt"])
+    assert tokens == recorded["tokens"]
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    output = model.generate(torch.tensor([tokens]), max_new_tokens=8, do_sample=False)[0]
+    assert tokenizer.decode(output[len(tokens) :]) == recorded["text"]
+
+
+def test_llama_cpp_itself_predicts_alike(source, tokenizer, tmp_path, update_golden):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make test-oracle")
     prompt = "London is the capital of"
     command = [sys.executable, "-c", JUDGE, gguf_file(source.name), prompt, tmp_path / "logits.npy"]
     judged = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    tokens = tokenizer.encode(prompt)
-    assert tokens == judged["tokens"]
-
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
-    output = model.generate(torch.tensor([tokens]), max_new_tokens=8, do_sample=False)[0]
-    assert tokenizer.decode(output[len(tokens) :]) == judged["text"]
+    record = GOLDEN / f"{GOLDEN_NAMES[source.name]}.continuation.json"
+    if update_golden:
+        record.write_text(json.dumps({"prompt": prompt, **judged}, indent=1) + "\n")
+    assert {"prompt": prompt, **judged} == json.loads(record.read_text())
     assert judged["text"].startswith(" the United Kingdom")
 
+    tokens = judged["tokens"]
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
     with torch.no_grad():
         ours = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
     theirs = torch.from_numpy(np.load(tmp_path / "logits.npy")).log_softmax(-1)
