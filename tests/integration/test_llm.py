@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from tests.tiny_models import VOCAB, prompt_ids
 
 from kv8 import LLM, SamplingParams
-from kv8.errors import CapacityError, RequestError
+from kv8.errors import CapacityError, ModelError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
@@ -256,6 +257,15 @@ def test_the_progress_bar_goes_to_stderr(llm: LLM, capsys) -> None:
     assert "12 tokens" in captured.err
     run(llm, "a")
     assert capsys.readouterr().err == ""
+
+
+def test_the_tokenizer_may_come_from_elsewhere(tiny_model, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        LLM(folder, kv_cache_memory="1MiB")
+    with LLM(folder, tokenizer=str(tiny_model()), kv_cache_memory="1MiB") as llm:
+        assert run(llm, "abc")[0].prompt_token_ids == llm.get_tokenizer().encode("abc")
 
 
 def test_closing_frees_and_says_so(tiny_model) -> None:
