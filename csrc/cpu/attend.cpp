@@ -34,7 +34,7 @@ struct Arena {
 
 // One thread's memory for a piece of up to R rows.
 struct Workspace {
-  float* queries;      // [R, D] float32, or [R, D/2] bfloat16 pairs
+  float* queries;      // [R, D]
   float* multipliers;  // [R], from a dot product to a logit
   float* keys;         // a packed tile
   float* values;       // a packed tile
@@ -52,17 +52,7 @@ struct Workspace {
         total(arena.take<float>(Sums::floats(rows, head_dim))) {}
 };
 
-float read(const uint8_t* row, int d, kv8_format dtype) {
-  float value = 0.0f;
-  with_format(static_cast<Format>(dtype), [&](auto format) {
-    typename decltype(format)::Code code;
-    std::memcpy(&code, row + d * sizeof code, sizeof code);
-    value = decltype(format)::decode(code);
-  });
-  return value;
-}
-
-template <class Code, bool kPairs>
+template <class Code>
 class Attention {
  public:
   Attention(const kv8_attend& attend, const Plan& plan)
@@ -125,8 +115,6 @@ class Attention {
   int num_rows(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
 
  private:
-  static constexpr int kUnits = kPairs ? 2 : 1;  // dimensions that are multiplied at once
-
   struct Visible {
     int first, end;
   };
@@ -152,9 +140,8 @@ class Attention {
     if (maxima != nullptr) std::memcpy(sums.maxima, maxima, sizeof(float) * static_cast<size_t>(rows));
   }
 
-  // Copy a piece's query rows in the order the packed keys have, rounded to e4m3 in FP8 attention.
+  // Widen a piece's query rows, rounded to e4m3 codes in FP8 attention.
   void pack_queries(const Piece& piece, const Workspace& work) const {
-    constexpr int kPerWord = Code::kCodesPerWord;
     for (int r = 0; r < num_rows(piece); ++r) {
       const int h = head(piece, r);
       const uint8_t* row = static_cast<const uint8_t*>(a_.query.data) +
@@ -163,22 +150,23 @@ class Attention {
       if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[piece.kv_head];
       if (a_.q_scale != nullptr) multiplier *= a_.q_scale[h];
       work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
-      float* out = work.queries + static_cast<int64_t>(r) * (head_dim_ / kUnits);
-      for (int d = 0; d < head_dim_; ++d) {
-        float value = read(row, d, a_.query.dtype);
-        if (a_.q_scale != nullptr)
-          value = E4M3::decode(E4M3::encode_saturating(value / a_.q_scale[h]));
-        if constexpr (kPairs) {
-          // Pair i of a word holds its codes i and i + kPerWord / 2.
-          const int pair = d / kPerWord * (kPerWord / 2) + d % (kPerWord / 2);
-          const int side = d % kPerWord / (kPerWord / 2);
-          const uint16_t half = static_cast<uint16_t>(bits_of(value) >> 16);
-          std::memcpy(reinterpret_cast<uint8_t*>(out + pair) + 2 * side, &half, sizeof half);
-        } else {
-          out[d] = value;
-        }
-      }
+      float* out = work.queries + static_cast<int64_t>(r) * head_dim_;
+      widen_row(row, out);
+      if (a_.q_scale == nullptr) continue;
+      for (int d = 0; d < head_dim_; ++d)
+        out[d] = E4M3::decode(E4M3::encode_saturating(out[d] / a_.q_scale[h]));
     }
+  }
+
+  void widen_row(const uint8_t* row, float* out) const {
+    with_format(static_cast<Format>(a_.query.dtype), [&](auto format) {
+      using From = decltype(format);
+      for (int d = 0; d < head_dim_; ++d) {
+        typename From::Code code;
+        std::memcpy(&code, row + static_cast<size_t>(d) * sizeof code, sizeof code);
+        out[d] = From::decode(code);
+      }
+    });
   }
 
   // Call work(position of the tile's first key, the tile, the one after it) for a piece's tiles.
@@ -219,8 +207,8 @@ class Attention {
 
   void multiply_keys(const Piece& piece, const Workspace& work, const TileRows& tile,
                      const TileRows& next) const {
-    pack_keys<Code, kPairs>(tile, next, head_dim_, work.keys);
-    dot_products<kPairs>(work.queries, num_rows(piece), work.keys, head_dim_ / kUnits, work.dots);
+    pack_keys<Code>(tile, next, head_dim_, work.keys);
+    dot_products(work.queries, num_rows(piece), work.keys, head_dim_, work.dots);
   }
 
   void add_tile(const Piece& piece, const Workspace& work, int first_key, const TileRows& tile,
@@ -313,7 +301,7 @@ struct Scratch {
   }
 };
 
-template <class Code, bool kPairs>
+template <class Code>
 int64_t run(const kv8_attend& attend, int num_threads) {
   Plan plan(attend);
   plan.make(nullptr);
@@ -325,7 +313,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
   if (scratch.bytes > attend.scratch_bytes) return scratch.bytes;
   const Piece* pieces = scratch.pieces;
   plan.make(scratch.pieces);
-  const Attention<Code, kPairs> attention(attend, plan);
+  const Attention<Code> attention(attend, plan);
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -367,17 +355,9 @@ int64_t run(const kv8_attend& attend, int num_threads) {
 int64_t attend(const kv8_attend& attend, int num_threads) {
   if (attend.num_sequences == 0) return 0;
   if (const int64_t wrong = Plan(attend).check(); wrong != 0) return wrong;
-  // Queries that bfloat16 holds exactly can be multiplied as such.
-  const bool exact = attend.q_scale != nullptr ||
-                     static_cast<Format>(attend.query.dtype) == Format::kBFloat16;
   int64_t result = 0;
   with_format(static_cast<Format>(attend.cache->format), [&](auto format) {
-    using Code = decltype(format);
-    if constexpr (kFitsPairs<Code>) {
-      result = exact ? run<Code, true>(attend, num_threads) : run<Code, false>(attend, num_threads);
-    } else {
-      result = run<Code, false>(attend, num_threads);
-    }
+    result = run<decltype(format)>(attend, num_threads);
   });
   return result;
 }

@@ -19,7 +19,7 @@ enum Isa : int32_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
 int32_t best_isa() {
 #if defined(KV8_X86)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+  if (__builtin_cpu_supports("avx512vbmi") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq"))
     return kAvx512;

@@ -6,6 +6,12 @@
 
 #include <cstdint>
 
+#if defined(_WIN32)
+#define KV8_EXPORT __declspec(dllexport)
+#else
+#define KV8_EXPORT __attribute__((visibility("default")))
+#endif
+
 extern "C" {
 
 // Numbers of the formats: 0 float32, 1 bfloat16, 2 float16, 3 e4m3, 4 e5m2.
@@ -65,11 +71,11 @@ struct kv8_attend {
 // Return 0, or what is wrong with the arguments (and then nothing was read or written):
 // -1 a slot or block number is outside the cache, -2 lengths that do not fit together.
 // kv8_attend_run may also return how many bytes of scratch it needs, if it got fewer.
-int64_t kv8_store_run(const kv8_store* store, int32_t num_threads);
-int64_t kv8_attend_run(const kv8_attend* attend, int32_t num_threads);
+KV8_EXPORT int64_t kv8_store_run(const kv8_store* store, int32_t num_threads);
+KV8_EXPORT int64_t kv8_attend_run(const kv8_attend* attend, int32_t num_threads);
 
-// The build in use: 0 plain C++, 1 AVX2, 2 AVX-512 with VBMI and bfloat16. kv8_use_isa chooses
+// The build in use: 0 plain C++, 1 AVX2, 2 AVX-512 with VBMI. kv8_use_isa chooses
 // another one, for tests; it returns what is in use, which differs where the CPU cannot.
-int32_t kv8_isa(void);
-int32_t kv8_use_isa(int32_t isa);
+KV8_EXPORT int32_t kv8_isa(void);
+KV8_EXPORT int32_t kv8_use_isa(int32_t isa);
 }

@@ -1,11 +1,10 @@
 // One vector of float32 lanes, and the few operations the kernels are written in: the only file
-// that knows instruction sets. Three versions: AVX-512 with VBMI and bfloat16, AVX2, and the
-// compiler's own vectors, which are right everywhere (ARM included).
+// that knows instruction sets. Three versions: AVX-512 with VBMI, AVX2, and the compiler's own
+// vectors, which are right everywhere (ARM included).
 //
 //   F32      kLanes float32 values                  +, -, *, / are the compiler's
 //   U32      kLanes 32-bit words
-//   kRows, kColumns     rows and vectors a register tile holds
-//   kPairDots           whether pairs of bfloat16 can be multiplied and summed in float32
+//   kRows, kColumns     rows and vectors of sums that registers hold at once
 #pragma once
 
 #include "formats.h"
@@ -20,6 +19,17 @@ namespace kv8::KV8_ISA {
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
+// Keep a vector in a register: compilers like to read it from memory again for each use, and loads
+// are what the inner loops have none of to spare.
+template <class Vector>
+KV8_INLINE void pin([[maybe_unused]] Vector& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX__)
+  asm("" : "+x"(x));
+#endif
+}
+
 // Values of FP8 codes, by code.
 template <class Code>
 struct ValueTable {
@@ -33,10 +43,9 @@ struct ValueTable {
   }
 };
 
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#if defined(__AVX512VBMI__)
 // ---------------------------------------------------------------------------------------------
 constexpr int kLanes = 16, kRows = 6, kColumns = 4;
-constexpr bool kPairDots = true;
 using F32 = __m512;
 using U32 = __m512i;
 
@@ -74,9 +83,10 @@ KV8_INLINE U32 load_some(const void* p, int words) {
 KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
 KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
 
-// Word j of row i becomes word i of row j.
-KV8_INLINE void transpose(U32 (&r)[kLanes]) {
+// Word j of the first `words` words at p[i] becomes word i of r[j].
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
   U32 t[kLanes];
+  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -92,10 +102,8 @@ KV8_INLINE void transpose(U32 (&r)[kLanes]) {
     const U32 b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
     const U32 c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
     const U32 d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-    t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    t[i] = _mm512_shuffle_i32x4(a, c, 0x88), t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
   }
   for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
@@ -118,8 +126,7 @@ struct ByteTable {
   }
 };
 
-// How to widen the codes of one format. `pairs` makes bfloat16 pairs, `floats` float32; both
-// exact, one vector for each code of a word (a pair for every two of them).
+// Codes to float32, exact: one vector for each code of a word, in their order.
 template <class Code>
 struct Widen {
   U32 upper0, upper1, lower0, lower1;
@@ -128,32 +135,27 @@ struct Widen {
     upper0 = load_words(table.upper), upper1 = load_words(table.upper + 64);
     lower0 = load_words(table.lower), lower1 = load_words(table.lower + 64);
   }
-  // Codes 0 and 2 of each word, and codes 1 and 3.
-  KV8_INLINE void pairs(U32 word, U32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     const U32 sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const U32 low_bytes = _mm512_set1_epi16(0x00ff);
+    const U32 low_bytes = _mm512_set1_epi16(0x00ff), upper_half = splat_word(0xffff0000u);
     const U32 lower = _mm512_permutex2var_epi8(lower0, word, lower1);
     U32 upper = _mm512_permutex2var_epi8(upper0, word, upper1);
     upper = _mm512_ternarylogic_epi64(upper, word, sign, 0xf8);  // upper | (word & sign)
-    // (first & low_bytes) | (second & ~low_bytes)
-    out[0] = _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
-    out[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
-  }
-  KV8_INLINE void floats(U32 word, F32* out) const {
-    U32 two[2];
-    pairs(word, two);
-    const U32 upper_half = splat_word(0xffff0000u);
-    for (int i = 0; i < 2; ++i) {
-      out[i] = float_of(_mm512_slli_epi32(two[i], 16));
-      out[i + 2] = float_of(_mm512_and_si512(two[i], upper_half));
-    }
+    // As bfloat16 pairs, codes 0 and 2, then 1 and 3: (a & low_bytes) | (b & ~low_bytes).
+    const U32 even =
+        _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
+    const U32 odd =
+        _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
+    out[0] = float_of(_mm512_slli_epi32(even, 16));
+    out[1] = float_of(_mm512_slli_epi32(odd, 16));
+    out[2] = float_of(_mm512_and_si512(even, upper_half));
+    out[3] = float_of(_mm512_and_si512(odd, upper_half));
   }
 };
 
 template <>
 struct Widen<BFloat16> {
-  KV8_INLINE void pairs(U32 word, U32* out) const { out[0] = word; }
-  KV8_INLINE void floats(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     out[0] = float_of(_mm512_slli_epi32(word, 16));
     out[1] = float_of(_mm512_and_si512(word, splat_word(0xffff0000u)));
   }
@@ -161,15 +163,11 @@ struct Widen<BFloat16> {
 
 template <>
 struct Widen<Float16> {
-  KV8_INLINE void floats(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     out[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word));
     out[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16)));
   }
 };
-
-KV8_INLINE F32 dot_pairs(F32 sum, U32 a, U32 b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
 
 #else
 // ---------------------------------------------------------------------------------------------
@@ -178,7 +176,6 @@ constexpr int kLanes = 8, kRows = 4, kColumns = 2;
 #else
 constexpr int kLanes = 4, kRows = 4, kColumns = 2;
 #endif
-constexpr bool kPairDots = false;
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
@@ -245,11 +242,11 @@ KV8_INLINE F32 round_to_whole(F32 x) {
   return select(small, (x + large) - large, x);
 }
 
-KV8_INLINE void transpose(U32 (&r)[kLanes]) {
-  U32 t[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) t[j][i] = r[i][j];
-  for (int i = 0; i < kLanes; ++i) r[i] = t[i];
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i) {
+    const U32 row = load_some(p[i], words);
+    for (int j = 0; j < kLanes; ++j) r[j][i] = row[j];
+  }
 }
 
 #if defined(__AVX2__)
@@ -269,14 +266,14 @@ KV8_INLINE F32 lookup(const float* table, U32 index) {
 template <class Code>
 struct Widen {
   const float* value = ValueTable<Code>::get().value;
-  KV8_INLINE void floats(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     for (int i = 0; i < 4; ++i) out[i] = lookup(value, (word >> (8 * i)) & 0xffu);
   }
 };
 
 template <>
 struct Widen<BFloat16> {
-  KV8_INLINE void floats(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     out[0] = float_of(word << 16);
     out[1] = float_of(word & 0xffff0000u);
   }
@@ -284,7 +281,7 @@ struct Widen<BFloat16> {
 
 template <>
 struct Widen<Float16> {
-  KV8_INLINE void floats(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
     for (int i = 0; i < kLanes; ++i) {
       out[0][i] = Float16::decode(word[i] & 0xffffu);
       out[1][i] = Float16::decode(word[i] >> 16);
@@ -295,7 +292,7 @@ struct Widen<Float16> {
 
 template <>
 struct Widen<Float32> {
-  KV8_INLINE void floats(U32 word, F32* out) const { out[0] = float_of(word); }
+  KV8_INLINE void operator()(U32 word, F32* out) const { out[0] = float_of(word); }
 };
 
 // ---------------------------------------------------------------------------------------------

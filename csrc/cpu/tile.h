@@ -30,10 +30,6 @@ inline int lane_of(int d, int codes_per_word) {
   return d / group * group + d % codes_per_word * kLanes + d % group / codes_per_word;
 }
 
-// Whether the keys of a format can be held as pairs of bfloat16.
-template <class Code>
-constexpr bool kFitsPairs = kPairDots && Code::kCodesPerWord > 1 && !std::is_same_v<Code, Float16>;
-
 // Where the keys and values of a tile lie. Those outside [first, end) are not there: they point to
 // zeros.
 struct TileRows {
@@ -101,33 +97,28 @@ inline void merge(const Sums& total, const Sums& part, int rows, int head_dim) {
 }
 
 // Widen the keys of a tile and turn them, so that a vector holds one dimension of kLanes keys:
-// float32 [D][kTile], or bfloat16 pairs [D/2][kTile]. Meanwhile fetch the tile that comes next.
-template <class Code, bool kPairs>
+// float32 [D][kTile]. Meanwhile fetch the tile that comes next.
+template <class Code>
 inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, float* tile) {
-  constexpr int kVectors = kPairs ? Code::kCodesPerWord / 2 : Code::kCodesPerWord;
-  const int words = head_dim / Code::kCodesPerWord;
+  constexpr int kVectors = Code::kCodesPerWord;
+  const int words = head_dim / kVectors;
   const Widen<Code> widen;
   for (int key = 0; key < kTile; key += kLanes) {
     for (int word = 0; word < words; word += kLanes) {
       const int some = words - word < kLanes ? words - word : kLanes;
-      U32 r[kLanes];
+      const uint8_t* from[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        r[i] = load_some(rows.k[key + i] + 4 * word, some);
+        from[i] = rows.k[key + i] + 4 * word;
         prefetch(next.k[key + i] + 4 * word);
         prefetch(next.v[key + i] + 4 * word);
       }
-      transpose(r);
+      U32 r[kLanes];
+      load_transposed(from, some, r);
       float* out = tile + word * kVectors * kTile + key;
       for (int j = 0; j < some; ++j, out += kVectors * kTile) {
-        if constexpr (kPairs) {
-          U32 pairs[kVectors];
-          widen.pairs(r[j], pairs);
-          for (int i = 0; i < kVectors; ++i) store_words(out + i * kTile, pairs[i]);
-        } else {
-          F32 values[kVectors];
-          widen.floats(r[j], values);
-          for (int i = 0; i < kVectors; ++i) store(out + i * kTile, values[i]);
-        }
+        F32 values[kVectors];
+        widen(r[j], values);
+        for (int i = 0; i < kVectors; ++i) store(out + i * kTile, values[i]);
       }
     }
   }
@@ -144,7 +135,7 @@ inline bool pack_values(const TileRows& rows, int head_dim, float* tile) {
     float* out = tile + key * width;
     for (int word = 0; word < words; word += kLanes, out += kVectors * kLanes) {
       F32 values[kVectors];
-      widen.floats(load_some(rows.v[key] + 4 * word, words - word), values);
+      widen(load_some(rows.v[key] + 4 * word, words - word), values);
       for (int i = 0; i < kVectors; ++i) {
         store(out + i * kLanes, values[i]);
         zero = fma(values[i], splat(0.0f), zero);
@@ -178,29 +169,23 @@ inline void in_blocks(int rows, Work&& work) {
   }
 }
 
-// Dot products of R rows of queries with the keys of a tile, [R][kTile]. `units` is D, or D/2.
-template <bool kPairs>
-inline void dot_products(const float* queries, int rows, const float* tile, int units, float* out) {
+// Dot products of R rows of queries [R][D] with the keys of a tile, [R][kTile].
+inline void dot_products(const float* queries, int rows, const float* tile, int head_dim,
+                         float* out) {
   in_blocks<kRows>(rows, [&](int start, auto count) {
     constexpr int n = count;
-    const float* q = queries + static_cast<int64_t>(start) * units;
+    const float* q = queries + static_cast<int64_t>(start) * head_dim;
     for (int key = 0; key < kTile; key += kColumns * kLanes) {
       F32 sum[n][kColumns];
       for (int r = 0; r < n; ++r)
         for (int c = 0; c < kColumns; ++c) sum[r][c] = splat(0.0f);
       const float* k = tile + key;
-      for (int u = 0; u < units; ++u, k += kTile) {
+      for (int d = 0; d < head_dim; ++d, k += kTile) {
         F32 column[kColumns];
-        for (int c = 0; c < kColumns; ++c) column[c] = load(k + c * kLanes);
+        for (int c = 0; c < kColumns; ++c) column[c] = load(k + c * kLanes), pin(column[c]);
         for (int r = 0; r < n; ++r) {
-          const F32 x = splat(q[r * units + u]);
-          for (int c = 0; c < kColumns; ++c) {
-            if constexpr (kPairs) {
-              sum[r][c] = dot_pairs(sum[r][c], bits_of(column[c]), bits_of(x));
-            } else {
-              sum[r][c] = fma(column[c], x, sum[r][c]);
-            }
-          }
+          const F32 x = splat(q[r * head_dim + d]);
+          for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(column[c], x, sum[r][c]);
         }
       }
       for (int r = 0; r < n; ++r)
@@ -272,7 +257,8 @@ inline void weigh(const float* weights, int rows, const float* tile, int head_di
         for (int c = 0; c < 4; ++c) sum[r][c] = load(s + r * width + c * kLanes);
       for (int key = first; key < end; ++key) {
         F32 value[4];
-        for (int c = 0; c < 4; ++c) value[c] = load(tile + key * width + d + c * kLanes);
+        for (int c = 0; c < 4; ++c)
+          value[c] = load(tile + key * width + d + c * kLanes), pin(value[c]);
         for (int r = 0; r < n; ++r) {
           const F32 weight = splat(w[r * kTile + key]);
           for (int c = 0; c < 4; ++c) sum[r][c] = fma(weight, value[c], sum[r][c]);
@@ -301,7 +287,7 @@ inline void weigh_direct(const float* weights, int rows, const TileRows& tile, i
         for (int c = 0; c < kVectors; ++c) sum[r][c] = load(s + r * width + c * kLanes);
       for (int key = tile.first; key < tile.end; ++key) {
         F32 value[kVectors];
-        widen.floats(load_some(tile.v[key] + 4 * word, words - word), value);
+        widen(load_some(tile.v[key] + 4 * word, words - word), value);
         for (int r = 0; r < n; ++r) {
           const F32 weight = splat(weights[r * kTile + key]);
           for (int c = 0; c < kVectors; ++c) sum[r][c] = fma(weight, value[c], sum[r][c]);

@@ -5,6 +5,7 @@ one build serves every version of both.
 """
 
 import ctypes
+import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Final
 
 import torch
 
-from kv8.kernels.openmp import share_openmp_runtime
+from kv8.kernels.openmp import openmp_runtimes, share_openmp_runtime
+
+logger = logging.getLogger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("libkv8_cpu.so")
-ISA_NAMES: Final = ("plain C++", "AVX2", "AVX-512 with VBMI and bfloat16")
+ISA_NAMES: Final = ("plain C++", "AVX2", "AVX-512 with VBMI")
 MAX_HEAD_DIM: Final = 512
 
 # Numbers of kv8_format, by the torch dtype of codes and tensors.
@@ -139,9 +142,11 @@ def load_kernels() -> CpuKernels:
         ImportError: they were not built, or cannot be loaded here; says what to do.
     """
     if not LIBRARY.exists():
+        note = LIBRARY.with_name("not_built.txt")
+        reason = note.read_text().strip() if note.exists() else "they were not built"
         raise ImportError(
-            "kv8 was installed without its CPU kernels, because no C++ compiler was found; install "
-            "one (g++ or clang++) and install kv8 again"
+            f"kv8 was installed without its CPU kernels: {reason}. To have them, install a C++ "
+            f"compiler (g++ or clang++) and install kv8 again"
         )
     runtime = share_openmp_runtime()
     try:
@@ -155,7 +160,23 @@ def load_kernels() -> CpuKernels:
         function = getattr(library, name)
         function.restype = ctypes.c_int64
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-    return CpuKernels(library)
+    kernels = CpuKernels(library)
+    logger.info(
+        "CPU kernels: %s build, %d threads, OpenMP runtime %s",
+        ISA_NAMES[kernels.isa],
+        torch.get_num_threads(),
+        runtime or "none: one thread",
+    )
+    others = [str(path) for path in openmp_runtimes() if path != runtime]
+    if others:
+        logger.warning(
+            "This process has more than one OpenMP runtime: torch and the kernels use %s, somebody "
+            "else loaded %s. Their threads compete for the same cores, which can slow everything "
+            "down many times; import torch before whatever loads the other.",
+            runtime,
+            ", ".join(others),
+        )
+    return kernels
 
 
 def _check(result: int) -> int:
