@@ -107,6 +107,7 @@ struct Float16 : Narrow<uint16_t, 5, 10, true> {
 struct BFloat16 {
   using Code = uint16_t;
   static constexpr int kCodesPerWord = 2;
+  static constexpr uint32_t kMagnitude = 0x7fffu;
   static constexpr uint32_t kLargestBits = 0x7f7f0000u;
 
   static uint32_t encode(float value) {

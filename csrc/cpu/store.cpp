@@ -11,22 +11,24 @@ struct Counts {
   int64_t saturated = 0, underflowed = 0, nan = 0;
 };
 
-// One token's values of one head. Returns through `counts` what a quantized format loses.
+// One token's values of one head.
 template <class From, class To>
-void encode_row(const uint8_t* from, uint8_t* to, int count, float scale, Counts& counts) {
+void store_row(const uint8_t* from, uint8_t* to, int count, float scale, Counts& counts) {
+  constexpr bool kHeldExactly = std::is_same_v<From, To> || std::is_same_v<To, Float32>;
   int32_t saturated = 0, underflowed = 0, nan = 0;
   for (int d = 0; d < count; ++d) {
     typename From::Code bits;
     std::memcpy(&bits, from + static_cast<size_t>(d) * sizeof bits, sizeof bits);
     const float value = From::decode(bits), scaled = value / scale;
-    const auto code = static_cast<typename To::Code>(To::encode_saturating(scaled));
+    const auto code = static_cast<typename To::Code>(
+        std::is_same_v<From, To> ? bits : To::encode_saturating(scaled));
     std::memcpy(to + static_cast<size_t>(d) * sizeof code, &code, sizeof code);
-    if constexpr (sizeof code == 1) {
-      const uint32_t magnitude = bits_of(scaled) & 0x7fffffffu;
-      const bool is_nan = magnitude > 0x7f800000u;
+    const uint32_t magnitude = bits_of(scaled) & 0x7fffffffu;
+    const bool is_nan = magnitude > 0x7f800000u;
+    nan += is_nan;
+    if constexpr (!kHeldExactly) {
       saturated += magnitude > To::kLargestBits && !is_nan;
       underflowed += (code & To::kMagnitude) == 0 && value != 0.0f;
-      nan += is_nan;
     }
   }
   counts.saturated += saturated, counts.underflowed += underflowed, counts.nan += nan;
@@ -51,10 +53,10 @@ void store_side(const kv8_store& store, const kv8_rows& rows, uint8_t* codes, in
     const uint8_t* from = static_cast<const uint8_t*>(rows.data) + token * rows.token_stride +
                           head * rows.head_stride;
     uint8_t* to = codes + block * block_stride + (head * cache.block_size + offset) * row_bytes;
-    if constexpr (std::is_same_v<From, To>) {
+    if (std::is_same_v<From, To> && total == nullptr) {
       std::memcpy(to, from, static_cast<size_t>(row_bytes));
     } else {
-      encode_row<From, To>(from, to, cache.head_dim, scales == nullptr ? 1.0f : scales[head], counts);
+      store_row<From, To>(from, to, cache.head_dim, scales == nullptr ? 1.0f : scales[head], counts);
     }
     saturated += counts.saturated, underflowed += counts.underflowed, nan += counts.nan;
   }
