@@ -58,6 +58,7 @@ struct kv8_attend {
   const int32_t* block_table;   // [S, M]
   int64_t table_width;          // M
   int64_t num_sequences;        // S
+  int64_t num_tokens;           // T
   const float* q_scale;         // [H], or null: FP8 attention
   const float* sinks;           // [H], or null
   float softmax_scale;

@@ -44,9 +44,11 @@ struct Plan {
   // 0, or what is wrong; see kernels.h. Reads no table entry that attention would not read.
   int64_t check() const {
     const kv8_cache& cache = *attend.cache;
+    if (attend.query_starts[0] != 0) return -2;
+    if (attend.query_starts[attend.num_sequences] != attend.num_tokens) return -2;
     for (int64_t s = 0; s < attend.num_sequences; ++s) {
       const int context = attend.context_lens[s];
-      if (num_new(s) < 1 || num_new(s) > context || attend.query_starts[0] != 0) return -2;
+      if (num_new(s) < 1 || num_new(s) > context) return -2;
       if (context > attend.table_width * cache.block_size) return -2;
       const int32_t* table = attend.block_table + s * attend.table_width;
       const int last = (context - 1) / cache.block_size;

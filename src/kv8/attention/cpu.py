@@ -84,6 +84,7 @@ class CpuBackend:
             block_table.data_ptr(),
             block_table.shape[1],
             batch.num_sequences,
+            batch.num_tokens,
             _address(layer.q_scale),
             _address(sinks),
             call.softmax_scale,

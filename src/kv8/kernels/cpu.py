@@ -88,6 +88,7 @@ class AttendStruct(ctypes.Structure):
         ("block_table", ctypes.c_void_p),
         ("table_width", ctypes.c_int64),
         ("num_sequences", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
         ("q_scale", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("softmax_scale", ctypes.c_float),
