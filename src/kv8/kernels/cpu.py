@@ -100,14 +100,14 @@ class AttendStruct(ctypes.Structure):
     )
 
 
-def rows_struct(tensor: torch.Tensor) -> RowsStruct:
-    """Describe ``tensor`` [T, heads, D]; its last dimension must be contiguous."""
+def describe_rows(rows: RowsStruct, tensor: torch.Tensor) -> None:
+    """Let ``rows`` describe ``tensor`` [T, heads, D]; its last dimension must be contiguous."""
     token_stride, head_stride, one = tensor.stride()
     assert one == 1, f"last dimension has stride {one}"
     size = tensor.element_size()
-    return RowsStruct(
-        tensor.data_ptr(), token_stride * size, head_stride * size, FORMAT_NUMBERS[tensor.dtype]
-    )
+    rows.data = tensor.data_ptr()
+    rows.token_stride, rows.head_stride = token_stride * size, head_stride * size
+    rows.dtype = FORMAT_NUMBERS[tensor.dtype]
 
 
 @dataclass(frozen=True)
