@@ -61,23 +61,29 @@ class Attention {
     logits_.cap = attend.softcap * kLog2E;
   }
 
-  // What a piece's rows sum up to: into its `record` if others are to be merged with it, else
-  // finished to the output. `maxima` [R] are the rows' known maxima, or null.
-  void attend(const Piece& piece, const Workspace& work, float* record, const float* maxima) const {
+  // What a piece's rows sum up to: split by split into `records` if other pieces have their share,
+  // else finished to the output. `maxima` [R] are the rows' known maxima, or null.
+  void attend(const Piece& piece, const Workspace& work, float* records, const float* maxima) const {
     const int rows = num_rows(piece);
+    const bool alone = records == nullptr;
     pack_queries(piece, work);
-    const Sums part(record != nullptr ? record : work.part, rows, head_dim_);
+    Sums part(alone ? work.part : records, rows, head_dim_);
     const Sums total(work.total, rows, head_dim_);
     start_sums(part, rows, maxima);
-    if (record == nullptr) start_sums(total, rows, maxima);
+    if (alone) start_sums(total, rows, maxima);
     for_tiles(piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
       add_tile(piece, work, first_key, tile, next, part);
-      if (record == nullptr && (first_key + kTile) % kSplit == 0) {
+      const int end_key = first_key + kTile;
+      if (end_key % kSplit != 0 || end_key >= piece.end_key) return;
+      if (alone) {
         merge(total, part, rows, head_dim_);
-        start_sums(part, rows, maxima);
+      } else {
+        records += record_floats();
+        part = Sums(records, rows, head_dim_);
       }
+      start_sums(part, rows, maxima);
     });
-    if (record == nullptr) {
+    if (alone) {
       merge(total, part, rows, head_dim_);
       finish(piece, total);
     }
@@ -101,17 +107,17 @@ class Attention {
     });
   }
 
-  // Merge the records of a group's pieces in the order of their keys, and write the output.
-  void finish_group(const Piece& first, float* records, int64_t record_floats,
-                    const Workspace& work) const {
+  // Merge the records of a group in the order of their keys, and write the output.
+  void finish_group(const Piece& first, float* records, const Workspace& work) const {
     const int rows = num_rows(first);
     const Sums total(work.total, rows, head_dim_);
     total.clear(rows, head_dim_);
-    for (int i = 0; i < first.num_pieces; ++i)
-      merge(total, Sums(records + i * record_floats, rows, head_dim_), rows, head_dim_);
+    for (int i = 0; i < first.num_records; ++i)
+      merge(total, Sums(records + i * record_floats(), rows, head_dim_), rows, head_dim_);
     finish(first, total);
   }
 
+  int64_t record_floats() const { return (Sums::floats(plan_.max_rows(), head_dim_) + 15) / 16 * 16; }
   int num_rows(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
 
  private:
@@ -221,8 +227,8 @@ class Attention {
              r, head_dim_);
     }
     if (piece.num_tokens == 1 && rows <= kDirectRows) {
-      weigh_direct<Code>(work.dots, rows, tile, head_dim_, sums.values);
-    } else if (pack_values<Code>(tile, head_dim_, work.values) || piece.num_tokens == 1) {
+      weigh_direct<Code>(work.dots, rows, tile, next, head_dim_, sums.values);
+    } else if (pack_values<Code>(tile, next, head_dim_, work.values) || piece.num_tokens == 1) {
       weigh(work.dots, rows, work.values, head_dim_, tile.first, tile.end, sums.values);
     } else {
       // A value that is no finite number must not reach rows that do not see it.
@@ -278,23 +284,22 @@ class Attention {
 // Everything a call writes but its output, laid out in the scratch memory.
 struct Scratch {
   int64_t workspace_bytes;  // of one thread
-  int64_t record_floats;    // of one piece
   uint8_t* workspaces;
   Piece* pieces;
-  float* records;        // Sums of each piece that is one of a group
+  float* records;        // Sums of each split whose sums are merged at the end
   float* piece_maxima;   // [pieces, R], FP8 attention only
   float* group_maxima;   // the same, over a piece's whole group
   int64_t bytes;
 
-  Scratch(uint8_t* memory, const Plan& plan, int head_dim, int num_threads, bool maxima) {
+  Scratch(uint8_t* memory, const Plan& plan, int head_dim, int64_t record_floats, int num_threads,
+          bool maxima) {
     const int rows = plan.max_rows();
     Arena counted{nullptr}, arena{memory};
     (void)Workspace(counted, rows, head_dim);
     workspace_bytes = counted.used;
-    record_floats = (Sums::floats(rows, head_dim) + 15) / 16 * 16;
     workspaces = arena.take<uint8_t>(workspace_bytes * num_threads);
     pieces = arena.take<Piece>(plan.num_pieces);
-    records = arena.take<float>(plan.num_pieces * record_floats);
+    records = arena.take<float>(plan.num_records * record_floats);
     piece_maxima = arena.take<float>(maxima ? plan.num_pieces * rows : 0);
     group_maxima = arena.take<float>(maxima ? plan.num_pieces * rows : 0);
     bytes = arena.used;
@@ -304,16 +309,20 @@ struct Scratch {
 template <class Code>
 int64_t run(const kv8_attend& attend, int num_threads) {
   Plan plan(attend);
+  plan.fit(num_threads);
   plan.make(nullptr);
+  const Attention<Code> attention(attend, plan);
   const int rows = plan.max_rows(), head_dim = attend.cache->head_dim;
   // FP8 attention rounds a row's weights relative to its maximum, which must be the final one.
   const bool maxima_first = attend.q_scale != nullptr;
-  const Scratch scratch(static_cast<uint8_t*>(attend.scratch), plan, head_dim, num_threads,
-                        maxima_first);
+  const Scratch scratch(static_cast<uint8_t*>(attend.scratch), plan, head_dim,
+                        attention.record_floats(), num_threads, maxima_first);
   if (scratch.bytes > attend.scratch_bytes) return scratch.bytes;
   const Piece* pieces = scratch.pieces;
   plan.make(scratch.pieces);
-  const Attention<Code> attention(attend, plan);
+  auto records_of = [&](const Piece& piece) {
+    return scratch.records + piece.first_record * attention.record_floats();
+  };
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
@@ -336,15 +345,13 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
-      const bool alone = pieces[i].num_pieces == 1;
-      attention.attend(pieces[i], work, alone ? nullptr : scratch.records + i * scratch.record_floats,
+      attention.attend(pieces[i], work, pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]),
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
-      if (pieces[i].num_pieces > 1 && pieces[i].first_of_group == i)
-        attention.finish_group(pieces[i], scratch.records + i * scratch.record_floats,
-                               scratch.record_floats, work);
+      if (pieces[i].num_records > 0 && pieces[i].first_of_group == i)
+        attention.finish_group(pieces[i], records_of(pieces[i]), work);
     }
   }
   return 0;

@@ -1,8 +1,9 @@
 // How the attention of a batch is cut into pieces that threads take one by one.
 //
 // A sequence's new tokens are cut into blocks of rows. If there is just one block (decode, short
-// chunks), its context is cut into splits too, and a group of pieces is merged at the end; a longer
-// chunk has blocks enough to keep threads busy. Where the cuts lie does not change any result.
+// chunks), its context is cut too: into runs of splits, each of which leaves a record of its sums,
+// to be merged in order at the end. A longer chunk has blocks enough to keep threads busy. Where
+// the cuts lie does not change any result.
 #pragma once
 
 #include "kernels.h"
@@ -19,15 +20,18 @@ struct Piece {
   int32_t num_tokens;
   int32_t first_key;  // positions, first_key <= key < end_key; visible to at least one token
   int32_t end_key;
-  int64_t first_of_group;  // the first of the pieces that are merged with this one
+  int64_t first_of_group;  // number of the first piece of the same rows and head
   int32_t num_pieces;      // of the group
+  int32_t num_records;     // of the group; none if there is one piece: it finishes its rows itself
+  int64_t first_record;    // of this piece
 };
 
 struct Plan {
   const kv8_attend& attend;
   const int queries_per_kv;
   const int block_tokens;
-  int64_t num_pieces = 0;
+  int splits_per_piece = 1;
+  int64_t num_pieces = 0, num_records = 0;
 
   explicit Plan(const kv8_attend& a)
       : attend(a),
@@ -58,9 +62,20 @@ struct Plan {
     return 0;
   }
 
+  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long,
+  // because the first tile of a piece is the only one that nobody fetched ahead.
+  void fit(int num_threads) {
+    int64_t splits = 0;
+    for (int64_t s = 0; s < attend.num_sequences; ++s)
+      if (num_new(s) <= block_tokens)
+        splits += (attend.context_lens[s] / kSplit + 1) * attend.cache->num_kv_heads;
+    const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
+    splits_per_piece = even < 1 ? 1 : even > 16 ? 16 : static_cast<int>(even);
+  }
+
   // Write the pieces, or only count them if `pieces` is null. The longest ones come first.
   void make(Piece* pieces) {
-    num_pieces = 0;
+    num_pieces = num_records = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s) {
       const int blocks = (num_new(s) + block_tokens - 1) / block_tokens;
       for (int block = blocks - 1; block >= 0; --block) {
@@ -72,16 +87,20 @@ struct Plan {
                                : block_tokens;
         const int first = first_visible(position(s, piece.first_token));
         const int end = position(s, piece.first_token + piece.num_tokens - 1) + 1;
-        const int stride = blocks == 1 ? kSplit : end;
-        piece.num_pieces = blocks == 1 ? (end - 1) / kSplit - first / kSplit + 1 : 1;
+        const int first_split = first / kSplit, end_split = (end - 1) / kSplit + 1;
+        const int run = blocks == 1 ? splits_per_piece : end_split - first_split;
+        piece.num_pieces = (end_split - first_split + run - 1) / run;
+        piece.num_records = piece.num_pieces == 1 ? 0 : end_split - first_split;
         for (piece.kv_head = 0; piece.kv_head < attend.cache->num_kv_heads; ++piece.kv_head) {
           piece.first_of_group = num_pieces;
-          for (int start = first / stride * stride; start < end; start += stride) {
-            piece.first_key = start < first ? first : start;
-            piece.end_key = end - start < stride ? end : start + stride;
+          for (int split = first_split; split < end_split; split += run) {
+            piece.first_key = split == first_split ? first : split * kSplit;
+            piece.end_key = end_split - split <= run ? end : (split + run) * kSplit;
+            piece.first_record = num_records + split - first_split;
             if (pieces != nullptr) pieces[num_pieces] = piece;
             ++num_pieces;
           }
+          num_records += piece.num_records;
         }
       }
     }

@@ -97,7 +97,8 @@ inline void merge(const Sums& total, const Sums& part, int rows, int head_dim) {
 }
 
 // Widen the keys of a tile and turn them, so that a vector holds one dimension of kLanes keys:
-// float32 [D][kTile]. Meanwhile fetch the tile that comes next.
+// float32 [D][kTile]. Meanwhile fetch the keys of the tile that comes next; its values are fetched
+// while this one's are read, since a core waits for only so many cache lines at once.
 template <class Code>
 inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, float* tile) {
   constexpr int kVectors = Code::kCodesPerWord;
@@ -110,7 +111,6 @@ inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, 
       for (int i = 0; i < kLanes; ++i) {
         from[i] = rows.k[key + i] + 4 * word;
         prefetch(next.k[key + i] + 4 * word);
-        prefetch(next.v[key + i] + 4 * word);
       }
       U32 r[kLanes];
       load_transposed(from, some, r);
@@ -126,7 +126,7 @@ inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, 
 
 // Widen the values of a tile to float32 [kTile][padded(D)]. Returns whether all are finite.
 template <class Code>
-inline bool pack_values(const TileRows& rows, int head_dim, float* tile) {
+inline bool pack_values(const TileRows& rows, const TileRows& next, int head_dim, float* tile) {
   constexpr int kVectors = Code::kCodesPerWord;
   const int words = head_dim / kVectors, width = padded(head_dim);
   const Widen<Code> widen;
@@ -135,6 +135,7 @@ inline bool pack_values(const TileRows& rows, int head_dim, float* tile) {
     float* out = tile + key * width;
     for (int word = 0; word < words; word += kLanes, out += kVectors * kLanes) {
       F32 values[kVectors];
+      prefetch(next.v[key] + 4 * word);
       widen(load_some(rows.v[key] + 4 * word, words - word), values);
       for (int i = 0; i < kVectors; ++i) {
         store(out + i * kLanes, values[i]);
@@ -273,8 +274,8 @@ inline void weigh(const float* weights, int rows, const float* tile, int head_di
 // The same for few rows, widening values on the way: no tile is written.
 constexpr int kDirectRows = 4;
 template <class Code>
-inline void weigh_direct(const float* weights, int rows, const TileRows& tile, int head_dim,
-                         float* sums) {
+inline void weigh_direct(const float* weights, int rows, const TileRows& tile,
+                         const TileRows& next, int head_dim, float* sums) {
   constexpr int kVectors = Code::kCodesPerWord;
   const int words = head_dim / kVectors, width = padded(head_dim);
   const Widen<Code> widen;
@@ -287,6 +288,7 @@ inline void weigh_direct(const float* weights, int rows, const TileRows& tile, i
         for (int c = 0; c < kVectors; ++c) sum[r][c] = load(s + r * width + c * kLanes);
       for (int key = tile.first; key < tile.end; ++key) {
         F32 value[kVectors];
+        prefetch(next.v[key] + 4 * word);
         widen(load_some(tile.v[key] + 4 * word, words - word), value);
         for (int r = 0; r < n; ++r) {
           const F32 weight = splat(weights[r * kTile + key]);
