@@ -14,7 +14,7 @@ help:
 	@echo "make check  the same without the tests;  make unit  the fast tests alone"
 
 # The stamp is newer than the files that decide what is installed, so a second run installs nothing.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py csrc/build.py $(wildcard csrc/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt --editable .
 	touch $@
@@ -29,8 +29,8 @@ demo: $(VENV)/.installed
 	$(BIN)/kv8 demo
 
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests csrc benchmarks examples hatch_build.py
+	$(BIN)/ruff check src tests csrc benchmarks examples hatch_build.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

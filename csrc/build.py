@@ -69,8 +69,8 @@ def build(output: Path, *, sanitize: bool = False) -> None:
         # Linked without an OpenMP runtime: it uses the one torch loads (kv8.kernels.openmp).
         link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         linked = Path(folder) / output.name
-        _run([compiler, "-shared", *(SANITIZE if sanitize else []), *link, *objects]
-             + ["-o", str(linked)])
+        options = ["-shared", *(SANITIZE if sanitize else []), *link]
+        _run([compiler, *options, *objects, "-o", str(linked)])
         output.parent.mkdir(parents=True, exist_ok=True)
         # Never write into a file that a running process has mapped.
         partial = output.with_suffix(".partial")

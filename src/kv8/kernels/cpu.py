@@ -122,9 +122,7 @@ class CpuKernels:
 
     def attend(self, arguments: AttendStruct) -> int:
         """Attend over stored codes. Returns 0, or the bytes of scratch it needs and has not got."""
-        return _check(
-            self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads())
-        )
+        return _check(self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads()))
 
     @property
     def isa(self) -> int:

@@ -1,11 +1,11 @@
-"""The OpenMP runtime that torch brought: native loops must share it, or two pools fight for cores."""
+"""The OpenMP runtime torch brought: native loops share it, or two pools fight for the cores."""
 
 import ctypes
 import re
 from pathlib import Path
 from typing import Final
 
-import torch  # noqa: F401  # the runtime is looked for after torch has loaded it
+import torch  # the runtime is looked for after torch has loaded it
 
 _RUNTIME: Final = re.compile(r"lib(gomp|iomp5|omp)[-.\w]*\.(so|dylib)[.\d]*$")
 

@@ -1,6 +1,7 @@
 """What only the native kernels promise: bits that depend on nothing but the stored codes."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_chunks_decoding_and_company_change_no_bit(backend, stored_as, features)
     case = make_case([700, 90], stored_as=stored_as, heads=(6, 2), block_size=7, **features)
     whole = run_chunks(case, [[(0, 0, 700)], [(1, 0, 90)]], backend)
     cuts = [0, 1, 64, 200, 201, 513, 699, 700]
-    chunks = [[(0, a, b)] for a, b in zip(cuts, cuts[1:], strict=False)]
+    chunks = [[(0, a, b)] for a, b in pairwise(cuts)]
     chunks[2].append((1, 0, 33)), chunks[3].append((1, 33, 34)), chunks[4].append((1, 34, 90))
     cut = run_chunks(fresh_pool(case), chunks, backend)
     for a, b in zip(whole, cut, strict=True):
@@ -135,9 +136,7 @@ def hostile_values(dtype, count):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored_as", FORMATS)
-def test_stored_bytes_and_counts_are_those_of_the_reference(
-    backend, stored_as, dtype, two_threads
-):
+def test_stored_bytes_and_counts_are_those_of_the_reference(backend, stored_as, dtype, two_threads):
     """Any pattern of bits: infinities, NaN of either sign, subnormals, ties between codes."""
     head_dim, tokens = 64, 512
     case = make_case([tokens], stored_as=stored_as, heads=(2, 2), head_dim=head_dim, dtype=dtype)
