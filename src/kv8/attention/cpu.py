@@ -66,7 +66,7 @@ class CpuBackend:
         """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""
         check_attend(layer, query, batch, call)
         query = _with_whole_rows(query)
-        output = query.new_empty(query.shape)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         sinks = None if call.sinks is None else call.sinks.contiguous()
         view, arguments = self._layer_view(layer), self._step_view(batch, layer.group).attend
         arguments.cache, arguments.q_scale = view.cache, view.q_scale
