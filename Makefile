@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check unit test-oracle install clean help
+.PHONY: demo test check unit sanitize test-oracle install clean help
 
 help:
 	@echo "make demo   answer three prompts through a bf16 and an FP8 KV cache and compare them"
@@ -15,7 +15,7 @@ help:
 	@echo "make test-oracle  the .gguf tests against llama.cpp, which is compiled first (minutes)"
 
 # The stamp is newer than the files that decide what is installed, so a second run installs nothing.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py csrc/build.py $(wildcard csrc/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints.txt --editable .
 	touch $@
@@ -30,10 +30,20 @@ demo: $(VENV)/.installed
 	$(BIN)/kv8 demo
 
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests csrc benchmarks examples hatch_build.py
+	$(BIN)/ruff check src tests csrc benchmarks examples hatch_build.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The kernels' tests on a build that stops at the first bad address or undefined operation. Leaks
+# are not looked for: the kernels allocate nothing, and Python leaks on purpose.
+SANITIZED := build/libkv8_cpu-sanitized.so
+CXX ?= c++
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python csrc/build.py --sanitize --output $(SANITIZED)
+	KV8_TEST_CPU_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  $(BIN)/python -m pytest tests/unit/attention tests/property/test_attention.py -k cpu
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/unit tests/property

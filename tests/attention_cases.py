@@ -1,12 +1,12 @@
 """Builds one layer's cache and ragged batches for attention tests, and derives their tolerances."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from kv8.attention.backend import AttentionCall
+from kv8.attention.backend import AttentionBackend, AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.layer import LayerAttention, LayerCounters
 from kv8.attention.naive import naive_attention
@@ -15,6 +15,15 @@ from kv8.formats.base import FP8_E4M3
 from kv8.formats.encode import bits, decode, encode, torch_dtype
 from kv8.formats.lookup import get_format
 from kv8.geometry import LayerGeometry
+
+# What `new_backend` makes. tests/attention_backends.py runs a module once for each backend.
+backend_factory: Callable[[], AttentionBackend] = ReferenceBackend
+
+
+def new_backend() -> AttentionBackend:
+    """Return the backend under test, the reference unless the module asks for more."""
+    return backend_factory()
+
 
 UNIT_ROUNDOFF = 2.0**-24  # float32, round to nearest
 NAN_BYTE = 0x7F  # NaN in e4m3 and e5m2; as int16 0x7F7F, NaN in bfloat16 and float16 too
@@ -166,7 +175,7 @@ def gather_rows(tensors: Sequence[torch.Tensor], steps: Sequence[tuple[int, int,
 
 def run_step(case: Case, steps: Sequence[tuple[int, int, int]], backend=None) -> torch.Tensor:
     """Store and attend one batch; return [T, H, D]."""
-    backend = backend or ReferenceBackend()
+    backend = backend or new_backend()
     batch = make_batch(case, steps)
     backend.store(case.layer, gather_rows(case.keys, steps), gather_rows(case.values, steps), batch)
     return backend.attend(case.layer, gather_rows(case.queries, steps), batch, case.call)

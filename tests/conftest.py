@@ -38,6 +38,12 @@ def pytest_configure() -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
+    library = os.environ.get("KV8_TEST_CPU_LIBRARY")  # `make sanitize` tests another build
+    if library is not None:
+        import kv8.kernels.cpu
+
+        kv8.kernels.cpu.LIBRARY = Path(library)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:

@@ -16,6 +16,7 @@ PACKAGES = (
     "models",
     "attention",
     "cache",
+    "kernels",
     "layer_plan",
     "scales",
     "geometry.py",

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.attention_backends import each_backend
 from tests.attention_cases import (
     assert_exact_attention,
     fresh_pool,
@@ -17,6 +18,8 @@ from tests.attention_cases import (
 from kv8.attention.passes import MAX_WIDENED, split_batch, split_pass
 from kv8.formats.base import FORMATS
 from kv8.geometry import LayerGeometry
+
+__all__ = ["each_backend"]  # every test here runs on every backend
 
 FP8 = st.sampled_from(["fp8_e4m3", "fp8_e5m2"])
 

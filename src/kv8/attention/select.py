@@ -29,6 +29,12 @@ class BackendEntry:
     character: str
 
 
+def _load_cpu() -> AttentionBackend:
+    from kv8.attention.cpu import CpuBackend
+
+    return CpuBackend()
+
+
 def _load_reference() -> AttentionBackend:
     from kv8.attention.reference import ReferenceBackend
 
@@ -37,8 +43,12 @@ def _load_reference() -> AttentionBackend:
 
 # In order of preference: auto takes the first that loads and refuses no layer.
 ENTRIES: Final = (
+    BackendEntry("cpu", _load_cpu, "native kernels that read the stored codes in place"),
     BackendEntry(
-        "reference", _load_reference, "plain torch: exact, runs anywhere, slower than a kernel"
+        "reference",
+        _load_reference,
+        "plain torch: exact, runs anywhere; widens the whole context to float32 in every layer of "
+        "every step, so long contexts decode several times slower than with a kernel",
     ),
 )
 

@@ -14,12 +14,12 @@ from tests.attention_cases import (
     gather_rows,
     make_batch,
     make_case,
+    new_backend,
     run_step,
     visible_codes,
 )
 
 from kv8.attention.naive import naive_attention
-from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS
 from kv8.formats.encode import decode, encode
 
@@ -33,7 +33,7 @@ def exact_attention(case, steps):
     layer = replace(case.layer, format=FORMATS["float32"], k_scale=None, v_scale=None, q_scale=None)
     plain = replace(case, layer=layer)
     plain = replace(plain, layer=replace(layer, **_float32_pools(case)))
-    ReferenceBackend().store(
+    new_backend().store(
         plain.layer,
         gather_rows(case.keys, steps),
         gather_rows(case.values, steps),
@@ -170,7 +170,7 @@ def test_error_does_not_grow_up_to_64k_keys(stored_as):
         case = make_case([length], heads=(2, 1), head_dim=head_dim, stored_as=stored_as)
         case.values[0][:, :, ::2] = 3.0
         batch = make_batch(case, [(0, 0, length)])
-        backend = ReferenceBackend()
+        backend = new_backend()
         backend.store(case.layer, case.keys[0], case.values[0], batch)
         query = torch.randn(1, 2, head_dim, generator=generator)
         step = make_batch(case, [(0, length - 1, length)])

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from tests.attention_cases import make_batch, make_case
+from tests.attention_cases import make_batch, make_case, new_backend
 from torch.profiler import profile
-
-from kv8.attention.reference import ReferenceBackend
 
 LENGTH = 8192
 MIB = 2**20
@@ -21,7 +19,7 @@ def peak_bytes(stored_as: str, *, fp8_queries: bool = False) -> int:
         dtype=torch.bfloat16,
         fp8_queries=fp8_queries,
     )
-    batch, backend = make_batch(case, [(0, 0, LENGTH)]), ReferenceBackend()
+    batch, backend = make_batch(case, [(0, 0, LENGTH)]), new_backend()
     with torch.inference_mode(), profile(profile_memory=True) as profiled:
         backend.store(case.layer, case.keys[0], case.values[0], batch)
         backend.attend(case.layer, case.queries[0], batch, case.call)

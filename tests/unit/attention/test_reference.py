@@ -13,13 +13,13 @@ from tests.attention_cases import (
     fresh_pool,
     make_batch,
     make_case,
+    new_backend,
     rounding_bound,
     run_chunks,
     run_step,
 )
 
 from kv8.attention import passes, reference
-from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS
 
 FEATURES = {
@@ -180,7 +180,7 @@ def test_a_strided_query_is_read_as_it_is():
     query = torch.full((4, 6, 32), torch.nan)
     query[:, :, ::2] = case.queries[0].transpose(0, 1)
     strided = query[:, :, ::2].transpose(0, 1)
-    found = ReferenceBackend().attend(case.layer, strided, make_batch(case, steps), case.call)
+    found = new_backend().attend(case.layer, strided, make_batch(case, steps), case.call)
     assert torch.equal(found, expected)
 
 

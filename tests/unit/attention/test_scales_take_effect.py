@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.attention_cases import gather_rows, make_batch, make_case, run_step
+from tests.attention_cases import gather_rows, make_batch, make_case, new_backend, run_step
 
 from kv8.attention.naive import naive_attention
-from kv8.attention.reference import ReferenceBackend
 
 LENGTHS = [20, 17, 33]
 CONTEXTS = [(0, 0, 18), (1, 0, 16), (2, 0, 3)]
@@ -26,7 +25,7 @@ def attend(case, path, *, backend=None, scale=1.0, **changes):
     call = replace(case.call, softmax_scale=case.call.softmax_scale * scale)
     query, batch = gather_rows(case.queries, steps), make_batch(case, steps)
     if backend is None:
-        return ReferenceBackend().attend(layer, query, batch, call)
+        return new_backend().attend(layer, query, batch, call)
     return backend(layer, query, batch, call)
 
 
@@ -77,7 +76,7 @@ def test_the_q_scale_has_an_effect_and_cancels(path):
 
 def test_a_scale_updated_in_place_takes_effect_at_once():
     """Pitfall 54: the backend keeps no copy: the tensor's new value is used by the next call."""
-    case, backend = make_case(LENGTHS), ReferenceBackend()
+    case, backend = make_case(LENGTHS), new_backend()
     batch, query = make_batch(case, CONTEXTS), gather_rows(case.queries, CONTEXTS)
     key, value = gather_rows(case.keys, CONTEXTS), gather_rows(case.values, CONTEXTS)
     backend.store(case.layer, key, value, batch)

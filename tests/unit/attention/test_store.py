@@ -9,6 +9,7 @@ from tests.attention_cases import (
     gather_rows,
     make_batch,
     make_case,
+    new_backend,
     poisoned_pool,
     run_step,
     same_bits,
@@ -18,7 +19,6 @@ from tests.fp8_table import nearest_code
 
 from kv8.attention.paged import PagedTokens, locate, write_tokens
 from kv8.attention.passes import TokenRange
-from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS
 from kv8.formats.encode import bits, torch_dtype
 
@@ -194,7 +194,7 @@ def test_storing_again_stores_the_same():
     case = make_case([20])
     run_step(case, [(0, 0, 20)])
     first = case.layer.k_codes.clone()
-    ReferenceBackend().store(
+    new_backend().store(
         case.layer,
         gather_rows(case.keys, [(0, 0, 20)]),
         gather_rows(case.values, [(0, 0, 20)]),

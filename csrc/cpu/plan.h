@@ -1,0 +1,110 @@
+// How the attention of a batch is cut into pieces that threads take one by one.
+//
+// A sequence's new tokens are cut into blocks of rows. If there is just one block (decode, short
+// chunks), its context is cut too: into runs of splits, each of which leaves a record of its sums,
+// to be merged in order at the end. A longer chunk has blocks enough to keep threads busy. Where
+// the cuts lie does not change any result.
+#pragma once
+
+#include "kernels.h"
+#include "tile.h"
+
+namespace kv8::KV8_ISA {
+
+constexpr int kBlockRows = 96;  // rows that share one widened tile of keys and values
+
+struct Piece {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t first_token;  // of the sequence's new tokens
+  int32_t num_tokens;
+  int32_t first_key;  // positions, first_key <= key < end_key; visible to at least one token
+  int32_t end_key;
+  int64_t first_of_group;  // number of the first piece of the same rows and head
+  int32_t num_pieces;      // of the group
+  int32_t num_records;     // of the group; none if there is one piece: it finishes its rows itself
+  int64_t first_record;    // of this piece
+};
+
+struct Plan {
+  const kv8_attend& attend;
+  const int queries_per_kv;
+  const int block_tokens;
+  int splits_per_piece = 1;
+  int64_t num_pieces = 0, num_records = 0;
+
+  explicit Plan(const kv8_attend& a)
+      : attend(a),
+        queries_per_kv(a.num_heads / a.cache->num_kv_heads),
+        block_tokens(queries_per_kv >= kBlockRows ? 1 : kBlockRows / queries_per_kv) {}
+
+  int max_rows() const { return block_tokens * queries_per_kv; }
+  int num_new(int64_t s) const { return attend.query_starts[s + 1] - attend.query_starts[s]; }
+  int position(int64_t s, int token) const { return attend.context_lens[s] - num_new(s) + token; }
+  int first_visible(int position) const {
+    return attend.window == 0 || position < attend.window ? 0 : position - attend.window + 1;
+  }
+
+  // 0, or what is wrong; see kernels.h. Reads no table entry that attention would not read.
+  int64_t check() const {
+    const kv8_cache& cache = *attend.cache;
+    if (attend.query_starts[0] != 0) return -2;
+    if (attend.query_starts[attend.num_sequences] != attend.num_tokens) return -2;
+    for (int64_t s = 0; s < attend.num_sequences; ++s) {
+      const int context = attend.context_lens[s];
+      if (num_new(s) < 1 || num_new(s) > context) return -2;
+      if (context > attend.table_width * cache.block_size) return -2;
+      const int32_t* table = attend.block_table + s * attend.table_width;
+      const int last = (context - 1) / cache.block_size;
+      for (int i = first_visible(position(s, 0)) / cache.block_size; i <= last; ++i)
+        if (table[i] < 0 || table[i] >= cache.num_blocks) return -1;
+    }
+    return 0;
+  }
+
+  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long,
+  // because the first tile of a piece is the only one that nobody fetched ahead.
+  void fit(int num_threads) {
+    int64_t splits = 0;
+    for (int64_t s = 0; s < attend.num_sequences; ++s)
+      if (num_new(s) <= block_tokens)
+        splits += (attend.context_lens[s] / kSplit + 1) * attend.cache->num_kv_heads;
+    const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
+    splits_per_piece = even < 1 ? 1 : even > 16 ? 16 : static_cast<int>(even);
+  }
+
+  // Write the pieces, or only count them if `pieces` is null. The longest ones come first.
+  void make(Piece* pieces) {
+    num_pieces = num_records = 0;
+    for (int64_t s = 0; s < attend.num_sequences; ++s) {
+      const int blocks = (num_new(s) + block_tokens - 1) / block_tokens;
+      for (int block = blocks - 1; block >= 0; --block) {
+        Piece piece{};
+        piece.sequence = static_cast<int32_t>(s);
+        piece.first_token = block * block_tokens;
+        piece.num_tokens = num_new(s) - piece.first_token < block_tokens
+                               ? num_new(s) - piece.first_token
+                               : block_tokens;
+        const int first = first_visible(position(s, piece.first_token));
+        const int end = position(s, piece.first_token + piece.num_tokens - 1) + 1;
+        const int first_split = first / kSplit, end_split = (end - 1) / kSplit + 1;
+        const int run = blocks == 1 ? splits_per_piece : end_split - first_split;
+        piece.num_pieces = (end_split - first_split + run - 1) / run;
+        piece.num_records = piece.num_pieces == 1 ? 0 : end_split - first_split;
+        for (piece.kv_head = 0; piece.kv_head < attend.cache->num_kv_heads; ++piece.kv_head) {
+          piece.first_of_group = num_pieces;
+          for (int split = first_split; split < end_split; split += run) {
+            piece.first_key = split == first_split ? first : split * kSplit;
+            piece.end_key = end_split - split <= run ? end : (split + run) * kSplit;
+            piece.first_record = num_records + split - first_split;
+            if (pieces != nullptr) pieces[num_pieces] = piece;
+            ++num_pieces;
+          }
+          num_records += piece.num_records;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace kv8::KV8_ISA

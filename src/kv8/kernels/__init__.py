@@ -1,0 +1,1 @@
+"""Native kernels: raw tensors in, raw tensors out; unaware of layers, batches and engines."""
