@@ -22,9 +22,12 @@ def generate(folder, prompt) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers(family, tiny_model) -> None:
-    folder = tiny_model(family)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, {}) for family in FAMILIES), ("qwen2", {"key_bias_layers": (0, 3)})],
+)
+def test_greedy_tokens_equal_transformers(family, options, tiny_model) -> None:
+    folder = tiny_model(family, **options)
     prompts = [prompt_ids(length, seed=length) for length in LENGTHS]
     expected = [generate(folder, prompt) for prompt in prompts]
     whole = start_engine(folder)
