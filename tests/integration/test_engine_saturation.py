@@ -48,6 +48,18 @@ def test_start_warns_with_layers_share_and_remedies(biased, caplog) -> None:
     assert len(clip_warnings(caplog)) == 1  # said once
 
 
+def test_the_start_up_probe_leaves_nothing_behind(biased) -> None:
+    engine = start_engine(biased, kv_cache_dtype="fp8")
+    counts = engine.runner.counters.read()
+    assert sorted(counts) == [0, 1, 2, 3]
+    assert {(c.k.stored, c.k.saturated, c.v.stored) for c in counts.values()} == {(0, 0, 0)}
+    assert engine.cache.num_free_blocks == engine.cache.num_blocks
+    assert engine.cache.num_cached_blocks == engine.cache.stats.queries == 0
+    run(engine, [IDS], max_tokens=1)
+    stored = {c.k.stored for c in engine.runner.counters.read().values()}
+    assert stored == {len(IDS) * engine.config.geometry.layers[0].values_per_token // 2}
+
+
 def test_the_remedies_work(biased, caplog) -> None:
     """Pitfall 39: calibrated, or with the suggested skip list, the model answers as before."""
     exact = teacher_forced(start_engine(biased), IDS, chunks=[64])
