@@ -163,6 +163,16 @@ def test_plan_numbers_are_the_engines(tiny_model) -> None:
         assert row[name] == looked_at[name] == started[name]
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_plan_counts_the_skip_list_whatever_the_dtype(tiny_model, dtype: str) -> None:
+    words = (tiny_model(), "--kv-cache-dtype", dtype, "--kv-cache-dtype-skip-layers")
+    [row] = [row for row in kv8("plan", *words, "0", "--json").json["rows"] if row["chosen"]]
+    assert row["bytes_per_token"] == kv8("inspect", *words, "0", "--json").json["bytes_per_token"]
+    refused = kv8("plan", *words, "99")
+    assert refused.code == 2
+    assert "'99' is out of range" in refused.err
+
+
 def test_plan_says_what_limits_the_gain(tiny_model) -> None:
     """Pitfall 60: bytes by window for both dtypes, and which layers gain least; `inspect` too."""
     model = tiny_model("gemma3")

@@ -85,10 +85,12 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
     declaration = read_checkpoint(source.folder, geometry).declaration
     chosen, _ = resolve_cache_format(options.kv_cache_dtype, declaration, geometry.model_dtype)
     skip = options.skip_layers
+    make_layer_plan(geometry, chosen, skip)  # refuses a wrong entry, also where none has an effect
     base = _hold(options, geometry, geometry.model_dtype, (), memory_bytes)
     rows = []
     for dtype in _dtypes(options, geometry):
-        lists = [(), skip] if skip and FORMATS[dtype].quantized else [()]
+        plain = dtype == geometry.model_dtype  # then there is nothing to leave out
+        lists = [(), skip] if skip and not plain else [()]
         for entries in lists:
             layout, held = _hold(options, geometry, dtype, entries, memory_bytes)
             gain = held.tokens / base[1].tokens if base[1].tokens else 0.0
@@ -98,7 +100,7 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
                     setting=dtype + (f", skip {' '.join(entries)}" if entries else ""),
                     dtype=dtype,
                     skip=tuple(entries),
-                    chosen=dtype == chosen.name and (entries == skip or not chosen.quantized),
+                    chosen=dtype == chosen.name and (plain or entries == skip),
                     capacity=held,
                     gain=gain,
                     saving=saving,
