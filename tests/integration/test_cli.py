@@ -148,11 +148,18 @@ def test_plan_as_json(tiny_model) -> None:
     assert [row["chosen"] for row in rows.values()] == [True, False, False]
 
 
-def test_plan_numbers_are_the_engines(tiny_model) -> None:
+@pytest.mark.parametrize(
+    "size",
+    [
+        ("--max-model-len", "64"),
+        ("--max-model-len", "64", "--block-size", "4"),
+        ("--max-model-len", "64", "--block-size", "4", "--max-num-batched-tokens", "32"),
+    ],
+)
+def test_plan_numbers_are_the_engines(tiny_model, size: tuple[str, ...]) -> None:
     """Pitfalls 59, 60: planner, `inspect` and a started engine say the same of a hybrid model."""
     model = tiny_model("gemma3")
     skip = ("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "sliding_window")
-    size = ("--max-model-len", "64")
     planned = kv8("plan", model, "--memory", "1MiB", *skip, *size, "--json").json["rows"]
     [row] = [row for row in planned if row["chosen"]]
     assert row["setting"] == "fp8_e4m3, skip sliding_window"
