@@ -166,7 +166,7 @@ def test_what_cannot_run_is_refused_before_weights_are_read(tiny_model, monkeypa
     monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     folder = tiny_model("gpt_oss")
     for options, message in (
-        ({"attention_backend": "warp"}, "Allowed: auto, reference"),
+        ({"attention_backend": "warp"}, "Allowed: auto, cpu, reference"),
         ({"query_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_scales": {0: {"k": 1.0, "v": 1.0}}}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "fp8", "kv_scales": {0: {"k": float("nan")}}}, "kv_scales"),
@@ -191,9 +191,10 @@ def test_a_failing_layer_stops_the_start(tiny_model, monkeypatch) -> None:
         return real(self, layer, query, batch, call)
 
     monkeypatch.setattr(ReferenceBackend, "attend", no_sinks_in_fp8)
-    start_engine(tiny_model("gpt_oss"))
+    options = {"attention_backend": "reference"}
+    start_engine(tiny_model("gpt_oss"), **options)
     with pytest.raises(RuntimeError, match="no decode kernel"):
-        start_engine(tiny_model("gpt_oss"), kv_cache_dtype="fp8")
+        start_engine(tiny_model("gpt_oss"), kv_cache_dtype="fp8", **options)
 
 
 def test_prompts_that_outgrow_the_cache_together_still_finish(tiny_model) -> None:
