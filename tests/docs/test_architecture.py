@@ -11,6 +11,7 @@ BEGIN = "<!-- modules: pytest tests/docs --update-golden -->\n"
 # From the top layer to the bottom, as in pyproject.toml.
 PACKAGES = (
     "cli",
+    "bench",
     "llm.py",
     "engine",
     "models",

@@ -13,14 +13,17 @@ import typer
 
 from kv8._version import __version__
 from kv8.cli.argv import normalise
+from kv8.cli.bench import LIST_FLAGS as BENCH_LIST_FLAGS
+from kv8.cli.bench import make_bench
 from kv8.cli.chat import chat
 from kv8.cli.demo import demo
 from kv8.cli.generate import generate
 from kv8.cli.inspect import inspect
-from kv8.cli.options_view import LIST_FLAGS
+from kv8.cli.options_view import LIST_FLAGS as ENGINE_LIST_FLAGS
 from kv8.cli.plan import plan
 from kv8.errors import KV8Error
 
+LIST_FLAGS = ENGINE_LIST_FLAGS | BENCH_LIST_FLAGS
 _INTERRUPTED = 130  # as shells say it: 128 and the number of SIGINT
 
 # typer's own errors, wherever the installed version keeps them.
@@ -52,6 +55,7 @@ def make_app() -> typer.Typer:
 
     for command in (generate, chat, plan, inspect, demo):
         app.command()(command)
+    app.add_typer(make_bench(), name="bench")
     return app
 
 
@@ -113,11 +117,10 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def _all_flags(command: object) -> set[str]:
-    commands = getattr(command, "commands", {}).values()
-    return {
+    own = {
         flag
-        for each in (command, *commands)
-        for parameter in getattr(each, "params", ())
+        for parameter in getattr(command, "params", ())
         for flag in (*parameter.opts, *parameter.secondary_opts)
         if flag.startswith("--")
     }
+    return own.union(*map(_all_flags, getattr(command, "commands", {}).values()))

@@ -12,7 +12,16 @@ from kv8.options import OPTION_FIELDS
 from kv8.sampling_params import SAMPLING_FIELDS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
-COMMANDS = ("generate", "chat", "plan", "inspect", "demo")
+BENCHES = ("latency", "throughput", "kernels", "startup")
+COMMANDS = (
+    "generate",
+    "chat",
+    "plan",
+    "inspect",
+    "demo",
+    "bench",
+    *(f"bench {b}" for b in BENCHES),
+)
 TYPER = "0.29.2"  # other versions word and wrap the same help in other ways
 
 
@@ -20,9 +29,9 @@ TYPER = "0.29.2"  # other versions word and wrap the same help in other ways
 @pytest.mark.skipif(version("typer") != TYPER, reason=f"golden texts are those of typer {TYPER}")
 def test_help_is_golden(command: str, update_golden: bool, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    result = kv8(*([command] if command else []), "--help")
+    result = kv8(*command.split(), "--help")
     assert result.code == 0
-    path = GOLDEN / f"{command or 'kv8'}.txt"
+    path = GOLDEN / f"{command.replace(' ', '-') or 'kv8'}.txt"
     if update_golden:
         path.write_text(result.out, encoding="utf-8")
     assert result.out == path.read_text(encoding="utf-8"), "run: pytest --update-golden"
@@ -50,7 +59,7 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys, kv8, kv8.cli\n"
         f"for command in {COMMANDS!r}:\n"
-        "    assert kv8.cli.main([command, '--help']) == 0\n"
+        "    assert kv8.cli.main([*command.split(), '--help']) == 0\n"
         "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
         "assert 'LLM' in dir(kv8)\n"
