@@ -6,6 +6,8 @@ import torch
 
 from kv8.sampling_params import SamplingParams
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class Penalties:
     """Counts of one sequence's tokens, kept only for sequences that asked for a penalty.
@@ -42,8 +44,11 @@ class Penalties:
         self._counts.scatter_add_(0, output, torch.ones(len(output)))
         params = self.params
         if params.repetition_penalty != 1.0:
-            factor = params.repetition_penalty
+            factor = min(params.repetition_penalty, _LARGEST)
             weaker = torch.where(logits > 0, logits / factor, logits * factor)
+            # A factor far from 1 overflows. An infinite logit would be one the model never gave,
+            # and two of them have no order.
+            weaker.clamp_(-_LARGEST, _LARGEST)
             logits.copy_(torch.where(self._seen.to(logits.device), weaker, logits))
         counts = self._counts.to(logits.device)
         logits.sub_(counts, alpha=params.frequency_penalty)

@@ -22,6 +22,11 @@ from kv8.sampling_params import SamplingParams
 # and is measured to take half the time of all rows at once; elsewhere 128 MiB.
 _CPU_VALUES, _DEVICE_VALUES = 2**17, 2**24
 
+_NOTHING_LEFT = (
+    "no token is left to choose: until min_tokens, the model's end tokens and stop_token_ids are "
+    "banned, and these are all there are"
+)
+
 
 class SamplingState:
     """What sampling needs to know of one sequence, from its first token to its last.
@@ -118,21 +123,42 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         states: R sequences.
 
     Returns:
-        R outcomes. A row with NaN, or without one finite maximum, has an error and no token.
+        R outcomes. A row with NaN, without one finite maximum, or with every token banned, has an
+        error and no token.
     """
     if not states:
         return []
     # NaN wins a maximum, so one reduction finds the best tokens, NaN, +inf, and rows of only -inf.
     peaks, best = logits.max(dim=1)
-    sound = torch.isfinite(peaks).tolist()
-    chosen = _choose(logits, best.tolist(), states, sound)
+    errors = [
+        None if math.isfinite(peak) else f"the model's logits have no finite maximum ({peak})"
+        for peak in peaks.tolist()
+    ]
+    adjusted = _adjusted(logits, states)
+    if adjusted is not logits:
+        peaks, best = adjusted.max(dim=1)
+        errors = [
+            error or (None if math.isfinite(peak) else _NOTHING_LEFT)
+            for error, peak in zip(errors, peaks.tolist(), strict=True)
+        ]
+    sound = [error is None for error in errors]
+    chosen = _choose(adjusted, best.tolist(), states, sound)
     reports = _report_logprobs(logits, states, chosen, sound)
     return [
-        SampledToken(token, report)
-        if fine
-        else SampledToken(None, error=f"the model's logits have no finite maximum ({peak})")
-        for token, report, fine, peak in zip(chosen, reports, sound, peaks.tolist(), strict=True)
+        SampledToken(token, report) if error is None else SampledToken(None, error=error)
+        for token, report, error in zip(chosen, reports, errors, strict=True)
     ]
+
+
+def _adjusted(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+    """Return ``logits`` [R, V] after penalties and bans: a copy, unless no row has any."""
+    rows = [row for row, state in enumerate(states) if state.adjusts]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for row in rows:
+        states[row].adjust(logits[row])
+    return logits
 
 
 def _choose(
@@ -141,14 +167,8 @@ def _choose(
     states: Sequence[SamplingState],
     sound: Sequence[bool],
 ) -> list[int]:
-    """Return a token a row; ``best`` is each row's most likely one before any adjustment."""
+    """Return a token a row; ``best`` is each row's most likely one."""
     chosen = list(best)
-    adjusted = [row for row, state in enumerate(states) if state.adjusts]
-    if adjusted:
-        logits = logits.clone()
-        for row in adjusted:
-            states[row].adjust(logits[row])
-            chosen[row] = int(logits[row].argmax())
     random = [row for row, s in enumerate(states) if sound[row] and not s.params.greedy]
     num_values = _CPU_VALUES if logits.device.type == "cpu" else _DEVICE_VALUES
     step = max(1, num_values // logits.shape[1])

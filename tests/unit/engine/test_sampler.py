@@ -160,6 +160,32 @@ def test_repetition_penalty_covers_prompt_and_output() -> None:
     assert sample(negative, [state(params, prompt=[3])])[0].token_id == 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e40, 1.7e308])
+def test_a_penalty_that_overflows_still_leaves_a_choice(penalty: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    given = logits(2)
+    given[:, 3] = 0.0  # times an infinite factor it would be NaN
+    seen = range(VOCAB)  # logits of both signs, and none that is not penalized
+    rows = [state(params, prompt=seen), state(SamplingParams(seed=1), seed=1)]
+    outcomes = sample(given, rows)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[1].token_id == sample(given[1:], rows[1:])[0].token_id
+    positive = given[0] > 0
+    assert bool(positive[outcomes[0].token_id]), "a penalty never changes a logit's sign"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_tokens_are_all_banned_is_an_error(temperature: float) -> None:
+    params = SamplingParams(
+        temperature=temperature, min_tokens=2, stop_token_ids=list(range(VOCAB))
+    )
+    banned, other = sample(logits(2), [state(params), state(SamplingParams(temperature=0))])
+    assert banned.token_id is None
+    assert "min_tokens" in str(banned.error)
+    assert other.token_id == int(logits(2)[1].argmax())
+
+
 def test_presence_and_frequency_count_the_output_only() -> None:
     row = torch.full((1, VOCAB), -5.0)
     row[0, 3], row[0, 4] = 2.0, 1.0
