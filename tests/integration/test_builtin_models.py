@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kv8.models.builtin import BUILTIN_MODELS, fetch_gguf
-from kv8.models.conversion_cache import PROVENANCE, cached_folder
+from kv8.models.builtin import BUILTIN_MODELS, cached_gguf
+from kv8.models.conversion_cache import PROVENANCE
 from kv8.models.source import resolve_source
 from kv8.models.source_folder import check_folder
 from kv8.models.tokenizer import load_tokenizer
@@ -127,21 +127,9 @@ def test_chat_template(source, tokenizer):
     )
 
 
-def gguf_file(name):
-    """Return the model's GGUF file, which conversion does not keep; fetched once for the tests."""
-    folder = cached_folder(
-        f"{name}-gguf-for-tests",
-        {},
-        lambda target, scratch: fetch_gguf(BUILTIN_MODELS[name], target, scratch).rename(
-            target / "model.gguf"
-        ),
-    )
-    return folder / "model.gguf"
-
-
 def test_kill_9_during_a_conversion(tmp_path, monkeypatch):
     """One process is killed half-way while a second waits for it: the second gets a whole model."""
-    path = gguf_file("smollm2")
+    path = cached_gguf("smollm2")
     cache = tmp_path / "cache"
     monkeypatch.setenv("KV8_CACHE", str(cache))
     code = "import sys; from kv8.models.source import resolve_source; resolve_source(sys.argv[1])"
@@ -172,7 +160,14 @@ def test_the_continuation_is_the_one_llama_cpp_gave(source, tokenizer):
 def test_llama_cpp_itself_predicts_alike(source, tokenizer, tmp_path, update_golden):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make test-oracle")
     prompt = "London is the capital of"
-    command = [sys.executable, "-c", JUDGE, gguf_file(source.name), prompt, tmp_path / "logits.npy"]
+    command = [
+        sys.executable,
+        "-c",
+        JUDGE,
+        cached_gguf(source.name),
+        prompt,
+        tmp_path / "logits.npy",
+    ]
     judged = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     record = GOLDEN / f"{GOLDEN_NAMES[source.name]}.continuation.json"
     if update_golden:

@@ -85,6 +85,13 @@ def cells(report: Report) -> tuple[list[str], list[list[str]]]:
     return headings, [[column.cell(row) for column in columns] for row in rows]
 
 
+def _comparisons(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Return headings and lines of a report's comparisons with goals, if it has any."""
+    rows: Sequence[Row] = report.get("comparisons", ())
+    headings = list(rows[0]) if rows else []
+    return headings, [[str(row[key]) for key in headings] for row in rows]
+
+
 def conditions_line(report: Report) -> str:
     """Return the conditions in a sentence."""
     seen = report["conditions"]
@@ -101,8 +108,9 @@ def conditions_line(report: Report) -> str:
 
 def text_table(report: Report) -> str:
     """Return the report for a terminal."""
-    figures = [(name, f"{value:,.4g}") for name, value in report["figures"].items()]
-    parts = [report["title"], format_table(*cells(report)), format_table(("figure", ""), figures)]
+    figures = [[name, f"{value:,.4g}"] for name, value in report["figures"].items()]
+    tables = (_comparisons(report), cells(report), (["figure", ""], figures))
+    parts = [report["title"], *(format_table(*table) for table in tables if table[1])]
     parts += [f"{conditions_line(report)}\n{report['conditions']['command']}"]
     parts += [f"WARNING: {warning}" for warning in report["warnings"]]
     return "\n\n".join(parts)
@@ -110,12 +118,11 @@ def text_table(report: Report) -> str:
 
 def markdown(report: Report) -> str:
     """Return the report as Markdown, for a page."""
-    headings, lines = cells(report)
     figures = [[f"`{name}`", f"{value:,.4g}"] for name, value in report["figures"].items()]
+    tables = (_comparisons(report), cells(report), (["figure", "value"], figures))
     parts = [
         report["title"],
-        _markdown_table(headings, lines),
-        _markdown_table(["figure", "value"], figures),
+        *(_markdown_table(*table) for table in tables if table[1]),
         f"{conditions_line(report)}.\nCommand: `{report['conditions']['command']}`",
         *(f"**{warning}**" for warning in report["warnings"]),
     ]

