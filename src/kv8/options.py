@@ -3,7 +3,7 @@
 Every option's help text stands here once; the command line is a view of these fields.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,6 +16,25 @@ KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float
 ModelDtype = Literal["auto", "bfloat16", "float16", "float32"]
 QueryDtype = Literal["auto", "native", "fp8"]
 MissingScales = Literal["error", "default"]
+
+
+# Options that are not one of a few words: what each may be, in Python and in words.
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("model", str, "text"),
+    ("tokenizer", str | Path | None, "the name of a folder or hub id"),
+    (
+        "kv_cache_dtype_skip_layers",
+        str | int | Sequence | Set,
+        "a list of layer numbers, ranges and layer types",
+    ),
+    (
+        "kv_scales",
+        str | Path | Mapping | None,
+        'the name of a scales file, or a dictionary like {0: {"k": 0.05, "v": 0.02}}',
+    ),
+    ("enable_prefix_caching", bool, "True or False"),
+    ("seed", int, "a whole number"),
+)
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -33,7 +52,9 @@ class EngineOptions:
     model: str = _option(
         "", "Local folder, .gguf file, hub id, or a built-in name: smollm2, gemma3-270m."
     )
-    tokenizer: str | None = _option(None, "Folder or hub id of the tokenizer, if not the model's.")
+    tokenizer: str | Path | None = _option(
+        None, "Folder or hub id of the tokenizer, if not the model's."
+    )
     dtype: ModelDtype = _option("auto", "Type of the weights; auto is the checkpoint's own.")
     kv_cache_dtype: KVCacheDtype = _option(
         "auto",
@@ -79,6 +100,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise RequestError("model is missing: give a folder, a .gguf file, a hub id, smollm2.")
+        self._check_kinds()
         for name, choices in (
             ("dtype", ModelDtype),
             ("query_dtype", QueryDtype),
@@ -89,7 +111,7 @@ class EngineOptions:
                 allowed = ", ".join(get_args(choices))
                 raise RequestError(f"{name}={value!r} is not known. Allowed: {allowed}.")
         if self.kv_cache_dtype != "auto":
-            get_format(str(self.kv_cache_dtype))
+            get_format(str(self.kv_cache_dtype), also=("auto",))
         for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is None:
@@ -103,8 +125,16 @@ class EngineOptions:
                 parse_bytes(self.kv_cache_memory, option="kv_cache_memory"),
             )
         object.__setattr__(self, "kv_cache_dtype_skip_layers", self.skip_layers)
-        if isinstance(self.kv_scales, Path):
-            object.__setattr__(self, "kv_scales", str(self.kv_scales))
+        for name in ("tokenizer", "kv_scales"):
+            value = getattr(self, name)
+            if isinstance(value, Path):
+                object.__setattr__(self, name, str(value))
+
+    def _check_kinds(self) -> None:
+        for name, kinds, allowed in _KINDS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                raise RequestError(f"{name} must be {allowed}, got {value!r:.80}.")
 
     @property
     def skip_layers(self) -> tuple[str, ...]:

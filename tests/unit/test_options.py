@@ -23,6 +23,14 @@ from kv8.options import OPTION_FIELDS, EngineOptions, KVCacheDtype
         ("max_num_seqs", True),
         ("max_num_batched_tokens", "many"),
         ("kv_cache_memory", "2 Gigs"),
+        ("tokenizer", 5),
+        ("kv_cache_dtype_skip_layers", 1.5),
+        ("kv_cache_dtype_skip_layers", None),
+        ("kv_scales", 0.5),
+        ("enable_prefix_caching", "no"),
+        ("enable_prefix_caching", None),
+        ("seed", "x"),
+        ("seed", True),
     ],
 )
 def test_a_bad_value_is_refused_by_name_and_value(name: str, value: object) -> None:
@@ -36,9 +44,16 @@ def test_every_format_is_offered_and_no_other() -> None:
     assert set(get_args(KVCacheDtype)) == {"auto", *FORMATS, *ALIASES}
 
 
+def test_auto_is_offered_and_case_forgiven_in_a_hint() -> None:
+    with pytest.raises(RequestError, match=r"'FP8' .* Did you mean fp8\? Allowed: auto, fp8_e4m3"):
+        EngineOptions(model="m", kv_cache_dtype="FP8")  # type: ignore[arg-type]
+
+
 def test_a_foreign_dialect_is_explained() -> None:
     """Pitfall 31: whoever asks for the other e4m3 is told what it is, and what there is."""
-    with pytest.raises(RequestError, match=r"'fp8_e4m3fnuz'.*another dialect.*Allowed: fp8_e4m3"):
+    with pytest.raises(
+        RequestError, match=r"'fp8_e4m3fnuz'.*another dialect.*Allowed: auto, fp8_e4m3"
+    ):
         EngineOptions(model="m", kv_cache_dtype="fp8_e4m3fnuz")  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
 """From a name a person writes to the format it means; one place, so that it means one thing."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from kv8.errors import RequestError
@@ -10,12 +11,13 @@ from kv8.formats.base import ALIASES, FORMATS, KVFormat
 _FOREIGN_SUFFIX = "fnuz"
 
 
-def get_format(name: str, *, what: str = "kv_cache_dtype") -> KVFormat:
+def get_format(name: str, *, what: str = "kv_cache_dtype", also: Sequence[str] = ()) -> KVFormat:
     """Return the format called ``name``, aliases resolved (``fp8`` is ``fp8_e4m3``).
 
     Args:
         name: as a person or a configuration file writes it.
         what: what the name was given for, to begin the refusal with.
+        also: other words the caller would have taken, for the list of those allowed.
 
     Raises:
         RequestError: no such format; the message lists those there are.
@@ -23,7 +25,8 @@ def get_format(name: str, *, what: str = "kv_cache_dtype") -> KVFormat:
     concrete = ALIASES.get(name, name)
     if concrete in FORMATS:
         return FORMATS[concrete]
-    allowed = ", ".join([*FORMATS, *(f"{alias} (= {to})" for alias, to in ALIASES.items())])
+    aliases = (f"{alias} (= {to})" for alias, to in ALIASES.items())
+    allowed = ", ".join([*also, *FORMATS, *aliases])
     if name.lower().endswith(_FOREIGN_SUFFIX):
         raise RequestError(
             f"{what}={name!r} is another dialect of FP8: each of its bytes stands for "
@@ -32,6 +35,6 @@ def get_format(name: str, *, what: str = "kv_cache_dtype") -> KVFormat:
             f"keep the bytes and halve the scale where there is no NaN byte (0x80), or quantize "
             f"again. Allowed: {allowed}."
         )
-    close = get_close_matches(name, [*FORMATS, *ALIASES], n=1)
+    close = get_close_matches(name.lower(), [*also, *FORMATS, *ALIASES], n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise RequestError(f"{what}={name!r} is not known.{hint} Allowed: {allowed}.")

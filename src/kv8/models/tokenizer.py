@@ -14,7 +14,9 @@ _VOCABULARIES = (
 )  # fmt: skip
 
 
-def load_tokenizer(source: ModelSource, override: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: ModelSource, override: str | Path | None = None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of ``source``, or the one that ``override`` names.
 
     Args:
@@ -25,7 +27,7 @@ def load_tokenizer(source: ModelSource, override: str | None = None) -> PreTrain
         ModelError: there is none, or it cannot be read.
         SourceError: ``override`` could not be fetched.
     """
-    folder = _override_folder(override) if override else source.folder
+    folder = _override_folder(str(override)) if override else source.folder
     _check_vocabulary(folder)
     # For some model types AutoTokenizer replaces what tokenizer.json says by rules of its own;
     # a folder converted here says exactly what is meant.
@@ -46,7 +48,10 @@ def _override_folder(override: str) -> Path:
         return path
     if is_hub_id(override) and not path.exists():
         return fetch_from_hub(override, TOKENIZER_FILES, _check_vocabulary)
-    return resolve_source(override).folder
+    try:
+        return resolve_source(override).folder
+    except ModelError as error:
+        raise ModelError(f"tokenizer: {error}") from error
 
 
 def _check_vocabulary(folder: Path) -> None:

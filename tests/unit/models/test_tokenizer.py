@@ -50,7 +50,8 @@ def test_another_folder_needs_no_weights(source, tmp_path):
     refused(source, "holds no tokenizer")
     assert load_tokenizer(source, str(other)).encode("ok", add_special_tokens=False)
     refused(source, "holds no tokenizer", override=str(tmp_path))
-    refused(source, "nothing does not exist", override=str(tmp_path / "nothing"))
+    missing = tmp_path / "nothing"
+    refused(source, f"tokenizer: {missing} does not exist", override=str(missing))
     refused(source, "org/name", "network", override="org/name", kind=SourceError)
 
 
