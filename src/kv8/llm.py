@@ -2,8 +2,9 @@
 
 import difflib
 import gc
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -34,11 +35,12 @@ class LLM:
         RequestError: an option is unknown, or does not fit the model.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Any) -> None:
         for name in options:
             if name not in OPTION_FIELDS:
                 raise RequestError(_unknown_option(name))
-        self._engine: Engine | None = Engine(EngineOptions(model=str(model), **options))
+        name = str(model) if isinstance(model, Path) else model
+        self._engine: Engine | None = Engine(EngineOptions(model=name, **options))
         self._num_requests = 0
 
     @property
@@ -222,8 +224,11 @@ def _one_each(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError("sampling_params must be a SamplingParams, or a list of them.")
+    listed = isinstance(params, Sequence)
+    if not listed or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            f"sampling_params must be a SamplingParams, or a list of them, got {params!r:.80}."
+        )
     if len(params) != num_prompts:
         raise RequestError(
             f"There are {len(params)} sampling_params for {num_prompts} prompts. Give one for all, "

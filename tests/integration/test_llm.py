@@ -146,7 +146,10 @@ def test_a_repeat_reports_cached_tokens(llm: LLM) -> None:
         ([[VOCAB]], f"Prompt 0: .*token {VOCAB}.*0 to {VOCAB - 1}"),
         ([["a"]], "no token number"),
         ([-1], "token -1"),
-        ("\udc80", "no text in UTF-8"),
+        (b"text", "must be a prompt"),
+        ([b"text"], "Prompt 0 must be text"),
+        ([5, True], "Prompt 0 holds something that is no token number"),
+        (["a", "\udc80"], "Prompt 1 holds bytes that are no text in UTF-8"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_number(llm: LLM, prompts, message: str) -> None:
@@ -165,7 +168,7 @@ def test_a_prompt_too_long_is_refused_with_lengths(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, [GREEDY, GREEDY], ["no"], "no"])
+@pytest.mark.parametrize("params", [{"temperature": 0}, [GREEDY, GREEDY], ["no"], "no", 5, {5}])
 def test_parameters_that_do_not_fit_are_refused(llm: LLM, params) -> None:
     with pytest.raises(RequestError, match="sampling_params"):
         run(llm, "one prompt", params)
@@ -236,11 +239,39 @@ def test_chat_is_generate_over_the_template(llm: LLM) -> None:
         (["hi"], None, "at least one message"),
         ([{"role": "user", "content": "a"}], "{{ raise_exception('no users') }}", "no users"),
         ([{"role": "user", "content": "a"}], "{{ oh no", "refuses the messages"),
+        ([{"role": "user", "content": None}], None, "content must be text.*None"),
+        ([{"role": "user", "content": 5}], None, "content must be text.*5"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}], None, "image"),
+        ([{"role": "user", "content": [{"type": "text"}]}], None, "content must be text"),
+        ([{"role": "user", "content": "\udc80"}], None, "Conversation 0 holds bytes"),
     ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages, template, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+
+def test_content_in_parts_is_read_as_text(llm: LLM) -> None:
+    """A template that expects text would write the list as Python spells it."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    called = {"role": "assistant", "content": None, "tool_calls": []}
+    [output] = llm.chat(
+        [{"role": "user", "content": parts}, called],
+        GREEDY,
+        use_tqdm=False,
+        chat_template="{% for m in messages %}<{{ m.content }}>{% endfor %}",
+    )
+    assert output.prompt == "<one\ntwo><>"
+
+
+def test_a_model_is_named_by_text_or_path(tiny_model) -> None:
+    folder = tiny_model()
+    for model in (folder, str(folder)):
+        LLM(model, tokenizer=folder, kv_cache_memory="1MiB").close()
+    with pytest.raises(RequestError, match="model is missing"):
+        LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"model must be text, got 5\."):
+        LLM(5)  # type: ignore[arg-type]
 
 
 def test_no_template_is_said(llm: LLM, monkeypatch) -> None:

@@ -26,7 +26,7 @@ def prompts_of(prompts: Any, tokenizer: Any) -> list[TokenizedPrompt]:
     """
     if isinstance(prompts, str | Mapping) or _are_numbers(prompts):
         prompts = [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise RequestError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     return [_tokenized(prompt, i, tokenizer) for i, prompt in enumerate(prompts)]
 
@@ -58,11 +58,11 @@ def conversations(
             "generate with a prompt written out."
         )
     results: list[TokenizedPrompt] = []
-    for conversation in many:
-        _check_conversation(conversation)
+    for number, conversation in enumerate(many):
+        plain = _plain_messages(conversation)
         try:
             text = tokenizer.apply_chat_template(
-                [dict(message) for message in conversation],
+                plain,
                 tokenize=False,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
@@ -70,7 +70,8 @@ def conversations(
         except Exception as error:
             raise RequestError(f"The chat template refuses the messages: {error}.") from error
         # The template has written the special tokens itself.
-        results.append((text, _encode(tokenizer, text, special=False)))
+        ids = _encode(tokenizer, text, f"Conversation {number}", special=False)
+        results.append((text, ids))
     return results
 
 
@@ -90,7 +91,7 @@ def _tokenized(prompt: Any, number: int, tokenizer: Any) -> TokenizedPrompt:
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError(f"Prompt {number} is empty: there is nothing to go on from.")
-        return prompt, _encode(tokenizer, prompt, special=True)
+        return prompt, _encode(tokenizer, prompt, f"Prompt {number}", special=True)
     return None, _numbers(prompt, number)
 
 
@@ -101,6 +102,8 @@ def _numbers(token_ids: Any, number: int) -> list[int]:
             f"or prompt_token_ids, got {token_ids!r:.80}."
         )
     try:
+        if any(isinstance(token, bool) for token in token_ids):
+            raise TypeError
         numbers = [index(token) for token in token_ids]
     except TypeError:
         raise RequestError(
@@ -111,28 +114,49 @@ def _numbers(token_ids: Any, number: int) -> list[int]:
     return numbers
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def _encode(tokenizer: Any, text: str, name: str, *, special: bool) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"A prompt holds bytes that are no text in UTF-8: {error}.") from error
+        raise RequestError(f"{name} holds bytes that are no text in UTF-8: {error}.") from error
     # verbose=False: a long prompt is the engine's to refuse, with lengths, not the tokenizer's.
     ids: list[int] = tokenizer.encode(text, add_special_tokens=special, verbose=False)
     return ids
 
 
-def _check_conversation(conversation: Any) -> None:
+def _plain_messages(conversation: Any) -> list[dict[str, Any]]:
+    """Return the messages as templates read them: each content is text, or `None`."""
     if not _is_listed(conversation) or not conversation:
         raise RequestError("A conversation must be a list of at least one message.")
+    messages = []
     for message in conversation:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RequestError(
                 f"A message must be a dictionary with role and content, got {message!r:.80}."
             )
+        messages.append({**message, "content": _plain_content(message)})
+    return messages
+
+
+def _plain_content(message: Message) -> str | None:
+    """Return a message's text. A template would write anything else as Python spells it."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and "tool_calls" in message):
+        return content
+    parts = content if isinstance(content, list | tuple) else [content]
+    for part in parts:
+        text = isinstance(part, Mapping) and part.get("type") == "text" and part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(
+                f"A message's content must be text, or a list of "
+                f"{{'type': 'text', 'text': ...}}; kv8 reads nothing else. Got {part!r:.80}."
+            )
+    return "\n".join(part["text"] for part in parts)  # as vLLM joins them
 
 
 def _is_listed(value: Any) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str)
+    text = isinstance(value, str | bytes | bytearray)
+    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not text
 
 
 def _are_numbers(value: Any) -> bool:
