@@ -18,6 +18,8 @@ from kv8.cache.manager import CacheManager
 from kv8.engine.request import Request
 from kv8.engine.scheduler import ScheduledChunk
 
+_FIRST_ROWS = 4  # of the tables, before they grow
+
 
 @dataclass(frozen=True)
 class StepInput:
@@ -69,7 +71,6 @@ class BatchBuilder:
         cache: whose block tables are mirrored.
         num_groups: G.
         block_size: B.
-        max_num_seqs: most requests that run at once.
         max_blocks: most blocks a sequence has in one group.
         device: where the tensors go.
     """
@@ -80,15 +81,14 @@ class BatchBuilder:
         *,
         num_groups: int,
         block_size: int,
-        max_num_seqs: int,
         max_blocks: int,
         device: torch.device,
     ) -> None:
         self._cache = cache
         self._block_size = block_size
         self._device = device
-        self._tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._tables = np.zeros((num_groups, _FIRST_ROWS, max_blocks), dtype=np.int32)
+        self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
         self._rows: dict[int, _TableRow] = {}
 
     def build(self, chunks: Sequence[ScheduledChunk], running: Iterable[Request]) -> StepInput:
@@ -147,7 +147,7 @@ class BatchBuilder:
         request = chunk.request
         row = self._rows.get(request.sequence)
         if row is None:
-            row = _TableRow(self._free_rows.pop(), request.num_preemptions)
+            row = _TableRow(self._free_row(), request.num_preemptions)
             self._rows[request.sequence] = row
         if row.num_preemptions != request.num_preemptions:
             row.num_preemptions, row.num_filled = request.num_preemptions, 0
@@ -158,6 +158,16 @@ class BatchBuilder:
                 table[row.index, filled:needed] = blocks[filled:needed]
             row.num_filled = needed
         return row.index
+
+    def _free_row(self) -> int:
+        """Return a row nobody uses. The tables grow with the most requests that ever ran at once,
+        not with the most that might.
+        """
+        if not self._free_rows:
+            num_rows = self._tables.shape[1]
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
+            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        return self._free_rows.pop()
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

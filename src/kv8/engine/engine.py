@@ -78,7 +78,6 @@ class Engine:
             self.cache,
             num_groups=len(config.layout.groups),
             block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
             max_blocks=-(-config.max_model_len // options.block_size),
             device=model.device,
         )

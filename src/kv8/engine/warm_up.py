@@ -39,7 +39,6 @@ def warm_up(runner: Runner, config: ResolvedConfig, health: CacheHealth) -> None
         cache,
         num_groups=len(layout.groups),
         block_size=layout.block_size,
-        max_num_seqs=1,
         max_blocks=-(-num_tokens // layout.block_size),
         device=runner.model.device,
     )

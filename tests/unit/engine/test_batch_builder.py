@@ -13,7 +13,6 @@ def make_builder(cache, scheduler, *, max_blocks=64):
         cache,
         num_groups=len(cache.layout.groups),
         block_size=cache.layout.block_size,
-        max_num_seqs=16,
         max_blocks=max_blocks,
         device=torch.device("cpu"),
     )
@@ -88,7 +87,7 @@ def test_every_step_of_a_busy_run(block_size, windows) -> None:
 def test_rows_are_taken_back_from_those_who_left() -> None:
     scheduler, cache = make_scheduler(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=64)
     builder = BatchBuilder(
-        cache, num_groups=1, block_size=4, max_num_seqs=2, max_blocks=8,
+        cache, num_groups=1, block_size=4, max_blocks=8,
         device=torch.device("cpu"),
     )  # fmt: skip
     for sequence in range(10):
@@ -97,6 +96,19 @@ def test_rows_are_taken_back_from_those_who_left() -> None:
         before = scheduler.schedule()
         check_step(builder.build(before, scheduler.running), before, cache)
         run_step(scheduler)
+
+
+def test_tables_grow_with_the_requests_that_run() -> None:
+    """Any ``max_num_seqs`` costs what is run of it, and rows keep their blocks as tables grow."""
+    scheduler, cache = make_scheduler(num_blocks=128, max_num_seqs=10**9)
+    builder = make_builder(cache, scheduler)
+    for sequence in range(21):
+        scheduler.add(make_request(str(sequence), sequence, 1 + sequence % 6, max_tokens=9))
+        chunks = scheduler.schedule()  # one more each step, while the others decode
+        check_step(builder.build(chunks, scheduler.running), chunks, cache)
+        for chunk in chunks:
+            scheduler.commit(chunk)
+            chunk.request.token_ids.append(7)
 
 
 def chunk_of(request, start, num_tokens):
