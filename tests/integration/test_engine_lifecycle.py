@@ -215,7 +215,7 @@ def test_a_failing_step_ends_its_requests_and_spares_the_others(tiny_model, capl
     assert engine.counters.finished == {"error": 2, "length": 2}
 
 
-def test_an_interrupt_leaves_the_engine_in_order(tiny_model) -> None:
+def test_an_interrupt_leaves_the_engine_in_order(tiny_model, caplog) -> None:
     engine = start_engine(tiny_model("llama"))
     params = SamplingParams(temperature=0, max_tokens=4)
     engine.add_request("0", prompt_ids(20), params)
@@ -229,6 +229,7 @@ def test_an_interrupt_leaves_the_engine_in_order(tiny_model) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     engine.runner.run = real
+    assert "A step failed" not in caplog.text  # nothing did
     assert not engine.has_unfinished
     engine.check_invariants()
     assert run(engine, [prompt_ids(20)])[0].outputs[0].finish_reason in ("length", "stop")

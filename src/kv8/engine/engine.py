@@ -292,6 +292,7 @@ class Engine:
 def _explain(error: BaseException) -> str:
     """Log a failure, where it happened at debug level, and return it in a line for the user."""
     line = str(error) if isinstance(error, KV8Error) else f"{type(error).__name__}: {error}"
-    logger.error("A step failed: %s", line)
+    if isinstance(error, Exception):  # an interrupt is what the user wanted
+        logger.error("A step failed: %s", line)
     logger.debug("Where it failed:", exc_info=error)
     return line
