@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from kv8.errors import ModelError
@@ -93,7 +94,12 @@ def _load(
         )
     except ImportError as error:
         raise ModelError(f"{folder.name} needs a package: {first_line(error)}") from error
-    except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:  # a name looked up in one of transformers' tables
+        raise ModelError(
+            f"{folder / 'config.json'} names {error}, which transformers {transformers_version} "
+            f"does not know. Correct the config, or fetch it again."
+        ) from error
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
         raise ModelError(f"The weights in {folder} do not load: {first_line(error)}") from error
     return model, info
 

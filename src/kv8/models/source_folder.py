@@ -7,12 +7,14 @@ from typing import Any
 from kv8.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 # safetensors itself refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 def check_folder(folder: Path) -> None:
-    """Check that ``folder`` holds a config and whole weights; reads headers only.
+    """Check that ``folder`` holds a config, whole weights (reads headers only) and, if it lists
+    end tokens beside the config, that these are token numbers.
 
     Raises:
         ModelError: something is missing, cut short or unreadable; names the file and the remedy.
@@ -25,6 +27,8 @@ def check_folder(folder: Path) -> None:
             f"{folder / 'config.json'} has no model_type, so nobody can tell what model it is. "
             f"Use a folder written by save_pretrained, or fetch the config again."
         )
+    if (folder / _GENERATION).exists():
+        _check_end_tokens(folder / _GENERATION)
     for path in _weight_files(folder):
         _check_safetensors(path)
 
@@ -46,6 +50,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}.")
     return content
+
+
+def _check_end_tokens(path: Path) -> None:
+    """Refuse what transformers would pass over in silence: a chat that then never ends."""
+    tokens = read_json_object(path).get("eos_token_id")
+    listed = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    if not all(type(token) is int for token in listed):
+        raise ModelError(
+            f"{path}: eos_token_id must be a token number or a list of them, got {tokens!r:.80}. "
+            f"Fetch it again."
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -120,6 +120,12 @@ def test_missing_weights_are_named(tiny_model: TinyModel, tmp_path: Path) -> Non
         load(folder)
 
 
+def test_a_name_transformers_does_not_know_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = copy_model(tiny_model(), tmp_path / "m", hidden_act="wat")
+    with pytest.raises(ModelError, match=r"config\.json names 'wat', which transformers \d"):
+        load(folder)
+
+
 def test_a_tensor_that_belongs_to_nothing_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.self_attn.mystery"] = torch.zeros(1)

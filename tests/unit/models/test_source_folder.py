@@ -56,6 +56,27 @@ def test_config_without_the_model_type(folder, config):
     refused(folder, "config.json", "model_type")
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_end_tokens_that_cannot_be_read(folder, text):
+    """transformers passes over such a file, and with it over the tokens that end a chat."""
+    (folder / "generation_config.json").write_text(text, encoding="latin-1")
+    refused(folder, "generation_config.json", "JSON")
+
+
+@pytest.mark.parametrize("tokens", ["x", [1, "x"], 1.5, True, {}])
+def test_end_tokens_that_are_none(folder, tokens):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    refused(folder, "generation_config.json", "eos_token_id must be", repr(tokens))
+
+
+@pytest.mark.parametrize("tokens", [None, 2, [], [2, 3]])
+def test_end_tokens_as_models_give_them(folder, tokens):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokens}))
+    check_folder(folder)
+    (folder / "generation_config.json").unlink()
+    check_folder(folder)
+
+
 def test_missing_weights(folder):
     (folder / "model.safetensors").unlink()
     refused(folder, "no *.safetensors")
