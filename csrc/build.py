@@ -23,6 +23,8 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi")] + ["-mfma"],
 }
+# Where a sum follows a product, both are rounded, as torch's separate operations do.
+SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}
 # Tiles of bfloat16, where compiler and system know them: a part of the avx512 build, in a file of
 # its own that is entered only on a CPU that has the unit.
 AMX_SOURCE = "linear_amx.cpp"
@@ -64,7 +66,8 @@ def build(output: Path, *, sanitize: bool = False) -> None:
             if isa == "plain" or x86:
                 for source in ISA_SOURCES:
                     target = f"{Path(source).stem}-{isa}.o"
-                    jobs.append((source, target, [f"-DKV8_ISA={isa}", *isa_flags]))
+                    source_flags = SOURCE_FLAGS.get(source, [])
+                    jobs.append((source, target, [f"-DKV8_ISA={isa}", *isa_flags, *source_flags]))
 
         if amx:
             jobs.append((AMX_SOURCE, "amx.o", AMX_FLAGS))

@@ -106,15 +106,15 @@ void run(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   return rotate<Code, Float32>(r, num_rows, num_threads);
 }
 
-// e**x, relative error below 2**-22; 0 below -87, at most e**88.
+// e**x, relative error below 2**-21; 0 below -87, infinity above 88.
 inline float exponential(float x) {
-  x = x < 88.0f ? x : x > 88.0f ? 88.0f : x;
-  const float y = x * 1.4426950408889634f;
+  const float inside = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // NaN stays
+  const float y = inside * 1.4426950408889634f;
   // Adding this leaves a whole number in the low bits.
   const float shifted = y + 12582912.0f;
   const float whole = shifted - 12582912.0f;
   // log(2) in two parts, the first with few enough bits that its product is exact.
-  const float f = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  const float f = (inside - whole * 0.693359375f) - whole * -2.12194440e-4f;
   float p = 1.9875691500e-4f;  // Taylor's series, its tail economized over |f| <= log(2) / 2
   p = p * f + 1.3981999507e-3f;
   p = p * f + 8.3334519073e-3f;
@@ -124,7 +124,7 @@ inline float exponential(float x) {
   p = p * f * f + f + 1.0f;
   const uint32_t power = (bits_of(shifted) + 127u) << 23;
   const float result = p * float_of(power);
-  return x < -87.0f ? 0.0f : result;
+  return x < -87.0f ? 0.0f : x > 88.0f ? __builtin_inff() : result;
 }
 
 struct Silu {

@@ -78,32 +78,32 @@ KV8_INLINE void dot_products(const uint8_t* weight, int64_t weight_bytes, const 
     for (int t = 0; t < kT; ++t) sums[t * kO + o] = reduce_sum(sum[o][t]);
 }
 
-// Rows [first, end) of the weight with all T rows of x.
-template <class Code, int kMost>
-void multiply_rows(const kv8_linear& l, int64_t num_rows, int64_t first, int64_t end) {
-  constexpr int64_t size = sizeof(typename Code::Code);
-  const int64_t stride = widened<Code>(l.num_inputs), bytes = l.num_inputs * size;
-  const int64_t words = bytes / 4;
-  for (int64_t n = first; n < end; n += kMost) {
-    with_count<kMost>(static_cast<int>(end - n < kMost ? end - n : kMost), [&](auto outputs) {
-      constexpr int o_count = outputs;
-      const auto* weight = static_cast<const uint8_t*>(l.weight) + n * bytes;
-      const bool more = n + 2 * kMost <= end;
-      auto block = [&](int start, auto tokens) {
-        constexpr int t_count = tokens;
-        float sums[o_count * t_count];
-        dot_products<Code, o_count, t_count>(weight, bytes, l.scratch + start * stride, stride,
-                                             words, more && start == 0, sums);
-        for (int t = 0; t < t_count; ++t)
-          finish<Code>(l, start + t, n, o_count, sums + t * o_count);
-      };
-      if constexpr (kMost == kOutputsAlone) {
-        block(0, std::integral_constant<int, 1>{});
-      } else {
-        in_blocks<kTokens>(static_cast<int>(num_rows), block);
-      }
-    });
+// kO rows of the weight, from n on, with all T rows of x.
+template <class Code, int kO>
+void multiply_rows(const kv8_linear& l, int64_t num_rows, int64_t n, bool more) {
+  const int64_t stride = widened<Code>(l.num_inputs);
+  const auto bytes = l.num_inputs * static_cast<int64_t>(sizeof(typename Code::Code));
+  const auto* weight = static_cast<const uint8_t*>(l.weight) + n * bytes;
+  auto block = [&](int start, auto tokens) {
+    constexpr int kT = tokens;
+    float sums[kO * kT];
+    dot_products<Code, kO, kT>(weight, bytes, l.scratch + start * stride, stride, bytes / 4,
+                               more && start == 0, sums);
+    for (int t = 0; t < kT; ++t) finish<Code>(l, start + t, n, kO, sums + t * kO);
+  };
+  if constexpr (kO == kOutputsAlone) {
+    block(0, std::integral_constant<int, 1>{});
+  } else {
+    in_blocks<kTokens>(static_cast<int>(num_rows), block);
   }
+}
+
+// Rows [first, end) of the weight, kO at a time, what is left one by one.
+template <class Code, int kO>
+void multiply_share(const kv8_linear& l, int64_t num_rows, int64_t first, int64_t end) {
+  int64_t n = first;
+  for (; n + kO <= end; n += kO) multiply_rows<Code, kO>(l, num_rows, n, n + 2 * kO <= end);
+  for (; n < end; ++n) multiply_rows<Code, 1>(l, num_rows, n, false);
 }
 
 template <class Code>
@@ -125,9 +125,9 @@ void run(const kv8_linear& l, int64_t num_rows, int num_threads) {
       const int64_t first = i * share;
       const int64_t end = first + share < l.num_outputs ? first + share : l.num_outputs;
       if (num_rows == 1)
-        multiply_rows<Code, kOutputsAlone>(l, num_rows, first, end);
+        multiply_share<Code, kOutputsAlone>(l, num_rows, first, end);
       else
-        multiply_rows<Code, kOutputs>(l, num_rows, first, end);
+        multiply_share<Code, kOutputs>(l, num_rows, first, end);
     }
   }
 }

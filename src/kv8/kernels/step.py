@@ -109,7 +109,7 @@ class OperationList:
     def __init__(self, kernels: CpuKernels, operations: Sequence[Operation]) -> None:
         self._kept = tuple(operations)
         self._list = (OperationStruct * len(operations))(
-            *((ctypes.addressof(operation), _KINDS[type(operation)]) for operation in operations)
+            *(OperationStruct(ctypes.addressof(o), _KINDS[type(o)]) for o in operations)
         )
         self._count = len(operations)
         self._run = kernels.library.kv8_operations_run

@@ -41,6 +41,13 @@ class Norm:
     epsilon: float
     order: int
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Its weight, [D]."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
 
 @dataclass(frozen=True)
 class DecoderParts:
@@ -122,10 +129,11 @@ def read_norm(module: nn.Module) -> Norm | None:
     """Return what a norm does, found by trying; `None` if it is none of the known ones."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    known = [name for name, _ in module.named_parameters()] == ["weight"]
-    if not known or list(module.buffers()) or list(module.children()):
+    parameters = [name for name, _ in module.named_parameters()]
+    more = [name for name, _ in (*module.named_buffers(), *module.named_children())]
+    if parameters != ["weight"] or more or not isinstance(epsilon, float):
         return None
-    if not isinstance(epsilon, float) or weight is None or weight.dim() != 1:
+    if weight is None or weight.dim() != 1:
         return None
     generator = torch.Generator().manual_seed(8)
     trial = copy.deepcopy(module).to(torch.bfloat16)
@@ -134,7 +142,7 @@ def read_norm(module: nn.Module) -> Norm | None:
     x = (torch.randn(_PROBE_ROWS, len(weight), generator=generator) * sizes).to(torch.bfloat16)
     with torch.no_grad():
         drawn = torch.randn(len(weight), generator=generator).to(torch.bfloat16)
-        trial.weight.copy_(drawn)  # type: ignore[operator]
+        trial.get_parameter("weight").copy_(drawn)
         n = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
         found = trial(x)
         for order, rule in enumerate(_NORM_ORDERS):
@@ -166,8 +174,8 @@ def _read_activation(module: nn.Module) -> int | None:
 
 def _pick(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[nn.Linear, ...]:
     """Take the named linear layers out of ``children``; nothing unless all are there and plain."""
-    found = [children.get(name) for name in names]
-    linears = tuple(module for module in found if is_plain_linear(module))
+    found = (children.get(name) for name in names)
+    linears = tuple(m for m in found if isinstance(m, nn.Linear) and is_plain_linear(m))
     if len(linears) != len(names):
         return ()
     for name in names:
@@ -182,5 +190,5 @@ def is_plain_linear(module: Any) -> bool:
 
 def _own_tensors(module: nn.Module) -> bool:
     """Whether a module holds parameters or buffers itself, beside those of its children."""
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return bool(tensors)
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return bool(own)

@@ -17,11 +17,13 @@ from torch import nn
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
-from kv8.models.fused_layer import FusedLayer, Workspace
+from kv8.models.few_rows import Workspace
+from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
 from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
+from kv8.models.layer_operations import LayerOperations
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +132,14 @@ def _fuse_layers(
         rotates = rotations[kind]
         if rotates is None:
             continue
-        fused = FusedLayer(
+        operations = LayerOperations(
             candidate.parts,
             getattr(candidate.parts.attention, BINDING),
             probe.call,
             rotates=rotates,
             kernels=kernels,
-            workspace=workspace,
         )
-        fusion.replace(candidate.layer, fused.forward)
+        fusion.replace(candidate.layer, FusedLayer(operations, workspace).forward)
         num_fused += 1
         known_mlp = bool(candidate.parts.gate_up)
         for module in candidate.layer.modules():
@@ -192,6 +193,3 @@ def _kind(candidate: _Candidate, probe: LayerProbe) -> Any:
 
 def _is_inside(module: nn.Module, parent: nn.Module) -> bool:
     return any(module is part for part in parent.modules())
-
-
-__all__ = ["Fusion", "fuse_model"]

@@ -6,7 +6,7 @@ from torch import nn
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import linear_struct, norm_struct, run_one
 from kv8.models.decoder_parts import Norm
-from kv8.models.fused_layer import Workspace
+from kv8.models.few_rows import Workspace
 
 
 class FusedLinear:
@@ -42,8 +42,7 @@ class FusedNorm:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` [..., D], normed."""
-        weight = self._norm.module.weight
-        assert isinstance(weight, torch.Tensor)
+        weight = self._norm.weight
         if x.dtype != weight.dtype or x.numel() == 0:
             output: torch.Tensor = self._original(self._norm.module, x)
             return output

@@ -23,9 +23,11 @@ from kv8.errors import KV8Error
 from kv8.formats.base import FORMATS
 from kv8.kernels.cpu import CpuKernels
 from kv8.models.decoder_parts import read_layer
-from kv8.models.fused_layer import FusedLayer, Workspace
+from kv8.models.few_rows import Workspace
+from kv8.models.fused_layer import FusedLayer
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
+from kv8.models.layer_operations import LayerOperations
 from kv8.models.probe import probe_batch, probe_layer, probe_sequences
 
 logger = logging.getLogger(__name__)
@@ -162,15 +164,8 @@ def _worst_difference(
             return output
 
         expected = run(lambda x, **keywords: plain(exact, x, **keywords))
-        fused = FusedLayer(
-            parts,
-            binding,
-            probe.call,
-            rotates=rotates,
-            kernels=kernels,
-            workspace=workspace,
-        )
-        found = run(fused.forward)
+        operations = LayerOperations(parts, binding, probe.call, rotates=rotates, kernels=kernels)
+        found = run(FusedLayer(operations, workspace).forward)
         allowed = _TOLERANCE * (expected - x).norm(dim=-1) + _ROUNDING * x.norm(dim=-1)
         ratio = float(((found - expected).norm(dim=-1) / allowed).nan_to_num(torch.inf).max())
         worst = max(worst, ratio)

@@ -38,7 +38,7 @@ class HookedModel:
         geometry: its geometry, from `read_geometry`.
 
     Attributes:
-        fusion: the parts that native kernels compute, `None` if transformers' own code computes all.
+        fusion: what native kernels compute; `None` if transformers' own code computes everything.
 
     Raises:
         UnsupportedModelError: its attention modules are not those the geometry speaks of.

@@ -97,8 +97,8 @@ def attend_through_cache(
         raise binding.refuse("brings an attention mask of its own")
     call = read_call(binding, module, query, keywords)
     check_shapes(binding, query, key, value)
-    heads = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return store_and_attend(binding, *heads, call).unsqueeze(0), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return store_and_attend(binding, q, k, v, call).unsqueeze(0), None
 
 
 def store_and_attend(

@@ -46,6 +46,8 @@ def _merge(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0].data
     merged = torch.cat([tensor.data for tensor in tensors])
-    for tensor, part in zip(tensors, merged.split([len(t) for t in tensors]), strict=True):
-        tensor.data = part
+    start = 0
+    for tensor in tensors:
+        tensor.data = merged[start : start + len(tensor)]
+        start += len(tensor)
     return merged
