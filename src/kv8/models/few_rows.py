@@ -132,7 +132,7 @@ class FewRows:
             operations.append(layer.rotary(self._qkv, none, none))
         return operations
 
-    def _describe_joining(self) -> list[Operation]:
+    def _describe_joining(self) -> list[LinearStruct | NormStruct]:
         """Describe what makes the residual after attention."""
         layer, parts = self._layer, self._layer.parts
         mixed = self._space.rows("mixed", layer.output.weight.shape[1])
