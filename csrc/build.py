@@ -17,12 +17,18 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "cpu"
 # The same sources once for each instruction set, in a namespace of its own; dispatch.cpp chooses.
-ISA_SOURCES = ("attend.cpp", "store.cpp")
+ISA_SOURCES = ("attend.cpp", "store.cpp", "linear.cpp", "elementwise.cpp")
 ISA_FLAGS = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma"],
     "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi")] + ["-mfma"],
 }
+# Where a sum follows a product, both are rounded, as torch's separate operations do.
+SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}
+# Tiles of bfloat16, where compiler and system know them: a part of the avx512 build, in a file of
+# its own that is entered only on a CPU that has the unit.
+AMX_SOURCE = "linear_amx.cpp"
+AMX_FLAGS = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16", "-DKV8_ISA=amx"]
 # No flag here lets a compiler reorder sums or forget about NaN; these two only let it ignore errno
 # and floating-point exception flags, which nobody reads.
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
@@ -51,12 +57,20 @@ def build(output: Path, *, sanitize: bool = False) -> None:
     flags = [*FLAGS, *WARNINGS, *(["-O1", *SANITIZE] if sanitize else ["-O3"])]
     with tempfile.TemporaryDirectory() as folder:
         flags += _openmp_flags(compiler, Path(folder))
-        jobs = [("dispatch.cpp", "dispatch.o", ["-DKV8_X86"] if x86 else [])]
+        target_flags = ["-DKV8_X86"] if x86 else []
+        amx = x86 and sys.platform == "linux" and _compiles(compiler, AMX_FLAGS, Path(folder))
+        if amx:
+            flags.append("-DKV8_AMX")
+        jobs = [(f"{name}.cpp", f"{name}.o", target_flags) for name in ("dispatch", "step")]
         for isa, isa_flags in ISA_FLAGS.items():
             if isa == "plain" or x86:
                 for source in ISA_SOURCES:
                     target = f"{Path(source).stem}-{isa}.o"
-                    jobs.append((source, target, [f"-DKV8_ISA={isa}", *isa_flags]))
+                    source_flags = SOURCE_FLAGS.get(source, [])
+                    jobs.append((source, target, [f"-DKV8_ISA={isa}", *isa_flags, *source_flags]))
+
+        if amx:
+            jobs.append((AMX_SOURCE, "amx.o", AMX_FLAGS))
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, target, more = job
@@ -80,13 +94,21 @@ def build(output: Path, *, sanitize: bool = False) -> None:
 
 def _openmp_flags(compiler: str, folder: Path) -> list[str]:
     """Return the flag for OpenMP, or none where the compiler has no OpenMP: then one thread."""
+    include = "#include <omp.h>\nint n() { return omp_get_max_threads(); }\n"
+    if _compiles(compiler, ["-fopenmp"], folder, include):
+        return ["-fopenmp"]
+    return ["-Wno-unknown-pragmas"]
+
+
+def _compiles(compiler: str, flags: list[str], folder: Path, source: str = "") -> bool:
+    """Whether the compiler takes these flags and compiles a small source with them."""
     probe = folder / "probe.cpp"
-    probe.write_text("#include <omp.h>\nint n() { return omp_get_max_threads(); }\n")
+    probe.write_text(source)
     try:
-        _run([compiler, "-fopenmp", "-c", str(probe), "-o", str(folder / "probe.o")])
+        _run([compiler, *flags, "-c", str(probe), "-o", str(folder / "probe.o")])
     except BuildError:
-        return ["-Wno-unknown-pragmas"]
-    return ["-fopenmp"]
+        return False
+    return True
 
 
 def _run(command: list[str]) -> None:

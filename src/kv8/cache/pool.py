@@ -4,6 +4,7 @@ Stored codes are bits with a type. Nothing here or elsewhere may move them by co
 (``to``, ``copy_`` between dtypes): copies go through ``view(torch.uint8)``.
 """
 
+import mmap
 from collections import Counter
 
 import torch
@@ -90,14 +91,28 @@ class KVPool:
 def _allocate(num_bytes: int, device: torch.device, fill: int) -> torch.Tensor:
     """Return ``num_bytes`` bytes of value ``fill``, uint8 [num_bytes]."""
     try:
+        if fill == 0 and device.type == "cpu" and num_bytes > 0:
+            return _fresh_pages(num_bytes)
         if fill == 0:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return torch.full((num_bytes,), fill, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch has no narrower class for an allocation on the CPU
+    # torch has no narrower class than RuntimeError for an allocation on the CPU
+    except (RuntimeError, OSError, OverflowError) as error:
         raise CapacityError(
             f"The KV cache's {format_bytes(num_bytes)} could not be allocated on {device}. Give "
             "the cache less with kv_cache_memory, or free memory."
         ) from error
+
+
+def _fresh_pages(num_bytes: int) -> torch.Tensor:
+    """Return zeros whose pages the system makes when they are first written to.
+
+    A cache of gigabytes is ready at once that way, and takes no memory before it is used.
+    """
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer of them, for reads all over the cache
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _view(

@@ -56,7 +56,13 @@ class Engine:
         self.config = config = resolve_options(options)
         self.tokenizer = load_tokenizer(config.source, options.tokenizer)
         model = load_model(
-            config.source, config.model_config, config.geometry, config.dtype, device=config.device
+            config.source,
+            config.model_config,
+            config.geometry,
+            config.dtype,
+            device=config.device,
+            # Whoever asks for the reference wants plain torch everywhere.
+            fuse=options.attention_backend != "reference",
         )
         self.runner = Runner(model, config)
         logger.info(

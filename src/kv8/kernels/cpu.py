@@ -134,8 +134,8 @@ class CpuKernels:
         return int(self.library.kv8_use_isa(isa))
 
 
-def load_kernels() -> CpuKernels:
-    """Return the kernels.
+def load_kernels(*, announce: bool = True) -> CpuKernels:
+    """Return the kernels; ``announce`` what was loaded in the log.
 
     Raises:
         ImportError: they were not built, or cannot be loaded here; says what to do.
@@ -159,7 +159,17 @@ def load_kernels() -> CpuKernels:
         function = getattr(library, name)
         function.restype = ctypes.c_int64
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
+    library.kv8_operations_run.restype = None
+    library.kv8_operations_run.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int32,
+    )
+    library.kv8_linear_most_rows.restype = ctypes.c_int64
     kernels = CpuKernels(library)
+    if not announce:
+        return kernels
     logger.info(
         "CPU kernels: %s build, %d threads, OpenMP runtime %s",
         ISA_NAMES[kernels.isa],

@@ -16,8 +16,6 @@ from kv8.models.gguf_file import GGUFFile, open_gguf
 from kv8.models.gguf_tokenizer import end_tokens, write_tokenizer
 from kv8.models.gguf_weights import parameter_shapes, write_weights
 
-# Part of the name of every converted folder: raise it when a conversion's result changes.
-CONVERTER_VERSION = 1
 _TOKENIZER_BYTES = 40 * 2**20  # of a large one
 
 

@@ -6,8 +6,8 @@ V vocabulary.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -20,12 +20,25 @@ from kv8.models.config import text_config
 from kv8.models.interface import BINDING, INTERFACE_NAME, BoundStep, LayerBinding, Scope
 
 
+class Replacements(Protocol):
+    """Parts of a model that something else computes for now; see `kv8.models.fuse`."""
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Let transformers' own code compute inside the ``with`` block."""
+
+    def disable(self) -> None:
+        """Let transformers' own code compute from now on."""
+
+
 class HookedModel:
     """A loaded model bound to its geometry; hooking the same model again changes nothing.
 
     Args:
         module: a causal language model of transformers.
         geometry: its geometry, from `read_geometry`.
+
+    Attributes:
+        fusion: what native kernels compute; `None` if transformers' own code computes everything.
 
     Raises:
         UnsupportedModelError: its attention modules are not those the geometry speaks of.
@@ -34,6 +47,7 @@ class HookedModel:
     def __init__(self, module: Any, geometry: ModelGeometry) -> None:
         self.module = module
         self.geometry = geometry
+        self.fusion: Replacements | None = None
         self.attention_modules = find_attention_modules(module, geometry)
         existing = [getattr(found, BINDING, None) for found in self.attention_modules.values()]
         scopes = {id(binding.scope): binding.scope for binding in existing if binding is not None}
@@ -90,6 +104,8 @@ class HookedModel:
     def recording(self, implementation: str) -> Iterator[list[tuple[int, Any]]]:
         """Let the model attend through another function, one that records; see `kv8.models.probe`.
 
+        Everything else in it is transformers' own code meanwhile.
+
         Yields the list of layer numbers and calls that it will have noted.
 
         Raises:
@@ -100,8 +116,10 @@ class HookedModel:
         recorded: list[tuple[int, Any]] = []
         self._scope.recorded = recorded
         self.use_implementation(implementation)
+        own_code = nullcontext() if self.fusion is None else self.fusion.disabled()
         try:
-            yield recorded
+            with own_code:
+                yield recorded
         finally:
             self.use_implementation(INTERFACE_NAME)
             self._scope.recorded = []

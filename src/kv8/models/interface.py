@@ -93,21 +93,38 @@ def attend_through_cache(
             f"{type(module).__name__} attends through kv8 but belongs to no layer of the decoder. "
             f"The model has attention that kv8 does not know of."
         )
+    if attention_mask is not None:
+        raise binding.refuse("brings an attention mask of its own")
+    call = read_call(binding, module, query, keywords)
+    check_shapes(binding, query, key, value)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return store_and_attend(binding, q, k, v, call).unsqueeze(0), None
+
+
+def store_and_attend(
+    binding: LayerBinding,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """Store K and V ([T, K, D]) of the bound batch; return attention of Q ([T, H, D]) over all.
+
+    Raises:
+        UnsupportedModelError: the layer has attended in this step already.
+        EngineError: no batch is bound.
+    """
     step, geometry = binding.scope.step, binding.geometry
     if step is None:
         raise EngineError("The model was called outside of `with model.bound(...)`.")
     if geometry.layer in step.attended:
         raise binding.refuse("attends more than once for a token, and kv8 stores K and V once")
-    if attention_mask is not None:
-        raise binding.refuse("brings an attention mask of its own")
-    call = read_call(binding, module, query, keywords)
-    check_shapes(binding, query, key, value)
     layer = step.layers[geometry.layer]
     if geometry.owns_kv:
-        step.backend.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), step.batch)
-    output = step.backend.attend(layer, query[0].transpose(0, 1), step.batch, call)
+        step.backend.store(layer, key, value, step.batch)
+    output = step.backend.attend(layer, query, step.batch, call)
     step.attended.add(geometry.layer)
-    return output.unsqueeze(0), None
+    return output
 
 
 def read_call(

@@ -1,5 +1,6 @@
 """Loads a model's weights into transformers' own class, hooked; every tensor is accounted for."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from safetensors import SafetensorError
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from kv8.errors import ModelError
+from kv8.errors import ModelError, UnsupportedModelError
 from kv8.geometry import ModelGeometry
 from kv8.models.config import first_line, model_class, read_config_json, text_config
 from kv8.models.fp8_weights import expand_fp8_weights
+from kv8.models.fuse import fuse_model
 from kv8.models.hook import HookedModel
 from kv8.models.interface import INTERFACE_NAME
 from kv8.models.source import ModelSource
@@ -22,6 +24,8 @@ from kv8.models.verify import verify_model
 from kv8.models.weight_storage import WeightStorage, check_weight_storage
 from kv8.scales.names import resolve_name
 from kv8.scales.tensors import tensor_names, weight_files
+
+logger = logging.getLogger(__name__)
 
 # Buffers that older versions of transformers saved and every version computes anew.
 _RECOMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|position_ids)$")
@@ -36,6 +40,7 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     verify: bool = True,
+    fuse: bool = False,
 ) -> HookedModel:
     """Load the weights of ``source`` and return the model, hooked and checked.
 
@@ -46,6 +51,7 @@ def load_model(
         dtype: type of the weights in memory (``bfloat16``).
         device: where to put them.
         verify: run `verify_model` before returning.
+        fuse: let native kernels compute what they can; see `kv8.models.fuse`.
 
     Raises:
         ModelError: a file is missing or damaged, or the tensors are not those of the model.
@@ -70,9 +76,28 @@ def load_model(
     module.requires_grad_(False)
     module.eval().to(device)
     model = HookedModel(module, geometry)
+    if fuse:
+        fuse_model(model)
     if verify:
-        verify_model(model)
+        _verify(model)
     return model
+
+
+def _verify(model: HookedModel) -> None:
+    """Verify; if native kernels are what makes the difference, go on without them."""
+    try:
+        verify_model(model)
+    except UnsupportedModelError as error:
+        if model.fusion is None:
+            raise
+        model.fusion.disable()
+        model.fusion = None
+        verify_model(model)
+        logger.warning(
+            "Native kernels gave other results than transformers, so that transformers' own code "
+            "computes all but attention, slowly: %s",
+            error,
+        )
 
 
 def _load(

@@ -8,13 +8,16 @@ import difflib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kv8.errors import ModelError
 from kv8.models.builtin import BUILTIN_MODELS, BuiltinModel, fetch_gguf
 from kv8.models.conversion_cache import cached_folder
-from kv8.models.gguf_convert import CONVERTER_VERSION, convert_gguf
 from kv8.models.source_folder import check_folder
 from kv8.models.source_hub import MODEL_FILES, fetch_from_hub, is_hub_id
+
+# Part of the name of every converted folder: raise it when a conversion's result changes.
+CONVERTER_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,13 @@ def _gguf_file(model: str, path: Path) -> ModelSource:
         lambda target, _: convert_gguf(path, target),
     )
     return ModelSource(model, folder, f"GGUF file {path}")
+
+
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Convert, as `kv8.models.gguf_convert.convert_gguf`, which most starts need not import."""
+    from kv8.models import gguf_convert
+
+    gguf_convert.convert_gguf(path, folder)
 
 
 def _unknown(model: str) -> str:

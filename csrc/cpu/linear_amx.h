@@ -1,0 +1,15 @@
+// Products of some rows with a bfloat16 weight on the tile unit that newer x86 servers have (AMX).
+#pragma once
+
+#include "step.h"
+
+namespace kv8::amx {
+
+constexpr int64_t kFewestRows = 4;  // with fewer, reading the weight takes longer than the products
+
+// Whether the machine has the unit, the system lets us use it, and the product suits it.
+bool available();
+bool takes(const kv8_linear& l);
+void linear(const kv8_linear& l, int64_t num_rows, int num_threads);
+
+}  // namespace kv8::amx

@@ -1,0 +1,261 @@
+"""Native operations of a decoder layer besides attention; `csrc/cpu/step.h` in Python.
+
+An operation is a ctypes structure that describes its tensors; `OperationList` runs several in one
+call. All take [T, ...] tensors of one dtype (float32, bfloat16 or float16) whose last dimension is
+contiguous. Letters as in docs/architecture.md, and I inputs, O outputs of a product.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from kv8.kernels.cpu import FORMAT_NUMBERS, CpuKernels
+
+
+class LinearStruct(ctypes.Structure):
+    """`kv8_linear`."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("num_outputs", ctypes.c_int64),
+        ("scratch", ctypes.c_void_p),
+        ("multiplier", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class NormStruct(ctypes.Structure):
+    """`kv8_norm`."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("epsilon", ctypes.c_float),
+        ("order", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class RotaryStruct(ctypes.Structure):
+    """`kv8_rotary`."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("angle_dtype", ctypes.c_int32),
+    )
+
+
+class GateStruct(ctypes.Structure):
+    """`kv8_gate`."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("in_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("function", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class OperationStruct(ctypes.Structure):
+    """`kv8_operation`."""
+
+    _fields_ = (("arguments", ctypes.c_void_p), ("kind", ctypes.c_int64))
+
+
+Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct
+_KINDS: Final[dict[type, int]] = {
+    LinearStruct: 0,
+    NormStruct: 1,
+    RotaryStruct: 2,
+    GateStruct: 3,
+}
+
+
+class OperationList:
+    """Operations that run one after another in one call.
+
+    The structures may be changed between calls; the tensors they describe must be kept alive by
+    whoever made them.
+    """
+
+    def __init__(self, kernels: CpuKernels, operations: Sequence[Operation]) -> None:
+        self._kept = tuple(operations)
+        self._list = (OperationStruct * len(operations))(
+            *(OperationStruct(ctypes.addressof(o), _KINDS[type(o)]) for o in operations)
+        )
+        self._count = len(operations)
+        self._run = kernels.library.kv8_operations_run
+
+    def run(self, num_rows: int, num_threads: int) -> None:
+        """Run them over T = ``num_rows`` rows."""
+        self._run(self._list, self._count, num_rows, num_threads)
+
+
+def most_rows(kernels: CpuKernels) -> int:
+    """Return up to how many rows a product is fast here.
+
+    With more, torch is faster: it repacks the weight each time, but multiplies faster then.
+    """
+    return int(kernels.library.kv8_linear_most_rows())
+
+
+def run_one(kernels: CpuKernels, operation: Operation, num_rows: int) -> None:
+    """Run one operation over T = ``num_rows`` rows."""
+    OperationList(kernels, [operation]).run(num_rows, torch.get_num_threads())
+
+
+def can_multiply(weight: torch.Tensor) -> bool:
+    """Whether `linear_struct` takes this weight [O, I]."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and weight.shape[1] * weight.element_size() % 4 == 0
+    )
+
+
+def linear_struct(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+) -> LinearStruct:
+    """Describe ``out = x @ weight.T + bias``, or ``residual + (...) * multiplier``.
+
+    Args:
+        weight: [O, I]; see `can_multiply`.
+        bias: [O] or `None`.
+        x: [T, I].
+        out: [T, O].
+        scratch: float32, at least `scratch_size` values.
+        residual: [T, O] or `None`; may be ``out``.
+        multiplier: of the product, where there is a residual.
+    """
+    return LinearStruct(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        num_inputs=weight.shape[1],
+        num_outputs=weight.shape[0],
+        scratch=scratch.data_ptr(),
+        multiplier=multiplier,
+        dtype=FORMAT_NUMBERS[weight.dtype],
+    )
+
+
+def scratch_size(num_rows: int, num_inputs: int) -> int:
+    """Return how many float32 values of scratch a product needs."""
+    return -(-num_rows // 16) * 16 * (-(-num_inputs // 32) * 32)
+
+
+def norm_struct(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_heads: int,
+    epsilon: float,
+    order: int,
+    residual: torch.Tensor | None = None,
+) -> NormStruct:
+    """Describe a root mean square norm of each of ``num_heads`` parts of each row.
+
+    Args:
+        weight: [D].
+        x: [T, num_heads * D].
+        out: as ``x``, and may be ``x``.
+        num_heads: parts of a row.
+        epsilon: added to the mean square.
+        order: of multiplication and rounding; see `csrc/cpu/step.h`.
+        residual: as ``x``, added to the result; may be ``out``.
+    """
+    return NormStruct(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        num_heads=num_heads,
+        size=weight.shape[0],
+        epsilon=epsilon,
+        order=order,
+        dtype=FORMAT_NUMBERS[x.dtype],
+    )
+
+
+def rotary_struct(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, num_heads: int
+) -> RotaryStruct:
+    """Describe the rotary embedding of ``x`` [T, num_heads * D], in place.
+
+    ``cos`` and ``sin`` are [T, rotary] and contiguous, of x's dtype or float32; rotary is even and
+    at most D.
+    """
+    return RotaryStruct(
+        x=x.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        x_stride=x.stride(0),
+        num_heads=num_heads,
+        size=x.shape[1] // num_heads,
+        rotary=cos.shape[-1],
+        dtype=FORMAT_NUMBERS[x.dtype],
+        angle_dtype=FORMAT_NUMBERS[cos.dtype],
+    )
+
+
+def gate_struct(
+    gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, *, function: int
+) -> GateStruct:
+    """Describe ``out = f(gate) * up``, all [T, I]; ``gate`` and ``up`` have the same stride."""
+    assert gate.stride(0) == up.stride(0)
+    return GateStruct(
+        gate=gate.data_ptr(),
+        up=up.data_ptr(),
+        out=out.data_ptr(),
+        in_stride=gate.stride(0),
+        out_stride=out.stride(0),
+        size=gate.shape[1],
+        function=function,
+        dtype=FORMAT_NUMBERS[gate.dtype],
+    )

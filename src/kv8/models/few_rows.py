@@ -1,0 +1,178 @@
+"""A decoder layer over few rows, as in decoding: everything but attention in two native calls."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kv8.kernels.cpu import FORMAT_NUMBERS, CpuKernels
+from kv8.kernels.step import (
+    LinearStruct,
+    NormStruct,
+    Operation,
+    OperationList,
+    RotaryStruct,
+    gate_struct,
+    linear_struct,
+    most_rows,
+    scratch_size,
+)
+from kv8.models.decoder_parts import Norm
+from kv8.models.layer_operations import LayerOperations, angles
+from kv8.models.merged_weights import Merged
+
+
+class Workspace:
+    """Memory the layers of one model share while they compute few rows.
+
+    Args:
+        kernels: the native operations.
+        dtype: of the model.
+
+    Attributes:
+        most_rows: how many rows are few.
+    """
+
+    def __init__(self, kernels: CpuKernels, dtype: torch.dtype) -> None:
+        self.most_rows = most_rows(kernels)
+        self._dtype = dtype
+        self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+
+    def rows(self, name: str, width: int) -> torch.Tensor:
+        """Return a tensor [most_rows, width], the same for the same name and width."""
+        key = (name, width)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(self.most_rows, width, dtype=self._dtype)
+        return self._tensors[key]
+
+    def scratch(self, num_inputs: int) -> torch.Tensor:
+        """Return what a product of rows ``num_inputs`` wide needs besides, float32."""
+        key = ("scratch", num_inputs)
+        if key not in self._tensors:
+            size = scratch_size(self.most_rows, num_inputs)
+            self._tensors[key] = torch.zeros(size, dtype=torch.float32)
+        return self._tensors[key]
+
+
+class FewRows:
+    """Computes one layer over at most `Workspace.most_rows` rows.
+
+    The operations are described once, over the workspace; with each call only the addresses of
+    tensors change that others hold. Weights are described by address too: they may be written to,
+    not exchanged.
+    """
+
+    def __init__(self, layer: LayerOperations, space: Workspace) -> None:
+        self._layer, self._space = layer, space
+        self._hidden = layer.output.weight.shape[0]
+        self._qkv = space.rows("qkv", layer.qkv.weight.shape[0])
+        self._middle = space.rows("middle", self._hidden)  # between attention and MLP
+        self._normed = space.rows("normed", self._hidden)
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        before = self._describe_before()
+        self._first = before[0]
+        self._rotary = before[-1] if isinstance(before[-1], RotaryStruct) else None
+        joined, after = self._describe_joining(), self._describe_mlp()
+        self._attended, self._joined = joined[0], joined[-1]
+        self._last = after[-1] if layer.down is not None else None
+        self._before = OperationList(layer.kernels, before)
+        self._after = OperationList(layer.kernels, [*joined, *after])
+
+    def run(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Return the layer's output [T, C] for ``x`` [T, C], contiguous.
+
+        ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
+        """
+        layer, num_rows, threads = self._layer, x.shape[0], torch.get_num_threads()
+        self._first.x = self._joined.residual = x.data_ptr()
+        tables = [angles(table) for table in cos_sin] if cos_sin is not None else []
+        if self._rotary is not None:
+            cos, sin = tables
+            self._rotary.cos, self._rotary.sin = cos.data_ptr(), sin.data_ptr()
+            self._rotary.rotary = cos.shape[1]
+            self._rotary.angle_dtype = FORMAT_NUMBERS[cos.dtype]
+        self._before.run(num_rows, threads)
+        mixed = layer.attend(*self._heads(num_rows))
+        self._attended.x = mixed.data_ptr()
+        if self._last is None:
+            self._after.run(num_rows, threads)
+            return self._with_other_mlp(num_rows)
+        out = torch.empty_like(x)
+        self._last.out = out.data_ptr()
+        self._after.run(num_rows, threads)
+        return out
+
+    def _with_other_mlp(self, num_rows: int) -> torch.Tensor:
+        parts = self._layer.parts
+        normed = self._normed if parts.before_mlp is not None else self._middle
+        added = self._layer.other_mlp(normed[:num_rows].clone()).contiguous()
+        if parts.after_mlp is not None:
+            added = parts.after_mlp.module(added)
+        if parts.multiplier != 1.0:
+            added = added * parts.multiplier
+        return self._middle[:num_rows] + added
+
+    def _heads(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        views = self._views.get(num_rows)
+        if views is None:
+            views = self._views[num_rows] = self._layer.heads(self._qkv[:num_rows])
+        return views
+
+    def _describe_before(self) -> list[Operation]:
+        layer, parts, normed = self._layer, self._layer.parts, self._normed
+        operations: list[Operation] = []
+        if parts.before_attention is not None:
+            operations.append(layer.norm(parts.before_attention, normed, normed))
+        operations.append(self._product(layer.qkv, normed, self._qkv))
+        q, k, _ = layer.split(self._qkv)
+        for norm, side in ((parts.q_norm, q), (parts.k_norm, k)):
+            if norm is not None:
+                operations.append(layer.norm(norm, side, side))
+        if layer.rotates:
+            none = torch.zeros(1, layer.head_dim, dtype=normed.dtype)  # replaced with each call
+            operations.append(layer.rotary(self._qkv, none, none))
+        return operations
+
+    def _describe_joining(self) -> list[LinearStruct | NormStruct]:
+        """Describe what makes the residual after attention."""
+        layer, parts = self._layer, self._layer.parts
+        mixed = self._space.rows("mixed", layer.output.weight.shape[1])
+        return self._add(layer.output, mixed, parts.after_attention)
+
+    def _describe_mlp(self) -> list[Operation]:
+        layer, parts, space = self._layer, self._layer.parts, self._space
+        operations: list[Operation] = []
+        normed = self._middle
+        if parts.before_mlp is not None:
+            normed = self._normed
+            operations.append(layer.norm(parts.before_mlp, self._middle, normed))
+        if layer.gate_up is None or layer.down is None:
+            return operations
+        both = space.rows("gate and up", layer.gate_up.weight.shape[0])
+        gate, up = both.chunk(2, dim=1)
+        inner = space.rows("inner", gate.shape[1])
+        operations.append(self._product(layer.gate_up, normed, both))
+        operations.append(gate_struct(gate, up, inner, function=parts.activation))
+        operations += self._add(layer.down, inner, parts.after_mlp)
+        return operations
+
+    def _product(self, merged: Merged, x: torch.Tensor, out: torch.Tensor) -> LinearStruct:
+        scratch = self._space.scratch(merged.weight.shape[1])
+        return linear_struct(merged.weight, merged.bias, x, out, scratch)
+
+    def _add(
+        self, merged: Merged, x: torch.Tensor, norm: Norm | None
+    ) -> list[LinearStruct | NormStruct]:
+        """Describe how the product, normed or multiplied if the layer does, is added to the
+        residual in ``middle``; the last operation can add to another, or write elsewhere.
+        """
+        middle = self._middle
+        if norm is None:
+            product = self._product(merged, x, middle)
+            product.residual, product.residual_stride = middle.data_ptr(), middle.stride(0)
+            product.multiplier = self._layer.parts.multiplier
+            return [product]
+        product_rows = self._space.rows("product", self._hidden)
+        return [
+            self._product(merged, x, product_rows),
+            self._layer.norm(norm, product_rows, middle, residual=middle),
+        ]

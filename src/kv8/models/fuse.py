@@ -1,0 +1,195 @@
+"""Lets native kernels compute the well-known parts of a loaded model, each proven first.
+
+Decoder layers of the usual structure are replaced whole; linear layers and norms elsewhere one by
+one. Replacing means that the module's ``forward`` is shadowed: weights, names and hooks stay, and
+`Fusion.disable` brings transformers' own code back, which is what `verify_model` compares with.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kv8.attention.checks import FLOAT_DTYPES
+from kv8.kernels.cpu import CpuKernels, load_kernels
+from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
+from kv8.models.few_rows import Workspace
+from kv8.models.fused_layer import FusedLayer
+from kv8.models.fused_modules import FusedLinear, FusedNorm
+from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
+from kv8.models.hook import HookedModel
+from kv8.models.interface import BINDING
+from kv8.models.layer_operations import LayerOperations
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    number: int
+    layer: nn.Module
+    parts: DecoderParts
+
+
+class Fusion:
+    """The replaced modules of one model."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._on = False
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let ``module`` compute through ``forward`` while the fusion is enabled."""
+        self._forwards[module] = forward
+        if self._on:
+            module.forward = forward
+
+    def enable(self) -> None:
+        """Compute through the replacements."""
+        self._on = True
+        for module, forward in self._forwards.items():
+            module.forward = forward
+
+    def disable(self) -> None:
+        """Compute through transformers' own code."""
+        self._on = False
+        for module in self._forwards:
+            vars(module).pop("forward", None)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute through transformers' own code inside the ``with`` block."""
+        was_on = self._on
+        self.disable()
+        try:
+            yield
+        finally:
+            if was_on:
+                self.enable()
+
+
+def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
+    """Replace what can be replaced in ``model``, and say in the log what was.
+
+    Does nothing on other devices than the CPU, or where the kernels were not built.
+
+    Args:
+        model: a loaded model, not bound to a batch.
+        kernels: the native kernels; loaded if not given.
+    """
+    if model.device.type != "cpu" or model.dtype not in FLOAT_DTYPES:
+        return
+    if kernels is None:
+        try:
+            kernels = load_kernels(announce=False)
+        except ImportError as error:
+            logger.debug("The model computes as transformers wrote it: %s", error)
+            return
+    fusion, workspace = Fusion(), Workspace(kernels, model.dtype)
+    num_layers, taken = _fuse_layers(model, fusion, kernels, workspace)
+    num_linears = num_norms = 0
+    for module in model.module.modules():
+        if module in taken:
+            continue
+        if is_plain_linear(module):
+            fusion.replace(module, FusedLinear(module, kernels, workspace).forward)
+            num_linears += 1
+        elif "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
+            fusion.replace(module, FusedNorm(norm, kernels).forward)
+            num_norms += 1
+    fusion.enable()
+    model.fusion = fusion
+    logger.info(
+        "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged), %d other "
+        "linear layers and %d other norms",
+        num_layers,
+        len(model.attention_modules),
+        num_linears,
+        num_norms,
+    )
+
+
+def _fuse_layers(
+    model: HookedModel, fusion: Fusion, kernels: CpuKernels, workspace: Workspace
+) -> tuple[int, set[nn.Module]]:
+    """Replace decoder layers; return how many, and the modules that they no longer call."""
+    candidates = _find_candidates(model)
+    probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
+    rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
+    taken: set[nn.Module] = set()
+    num_fused = 0
+    for candidate in candidates:
+        probe = probes.get(candidate.number)
+        if probe is None or probe.call.sinks is not None or not _one_dtype(candidate, probe):
+            continue
+        kind = _kind(candidate, probe)
+        if kind not in rotations:
+            rotations[kind] = proven_rotation(model, candidate.layer, probe, kernels)
+        rotates = rotations[kind]
+        if rotates is None:
+            continue
+        operations = LayerOperations(
+            candidate.parts,
+            getattr(candidate.parts.attention, BINDING),
+            probe.call,
+            rotates=rotates,
+            kernels=kernels,
+        )
+        fusion.replace(candidate.layer, FusedLayer(operations, workspace).forward)
+        num_fused += 1
+        known_mlp = bool(candidate.parts.gate_up)
+        for module in candidate.layer.modules():
+            if known_mlp or not _is_inside(module, candidate.parts.mlp):
+                taken.add(module)
+    return num_fused, taken
+
+
+def _find_candidates(model: HookedModel) -> list[_Candidate]:
+    parents = {child: parent for parent in model.module.modules() for child in parent.children()}
+    candidates = []
+    for number, attention in model.attention_modules.items():
+        layer = parents.get(attention)
+        parts = read_layer(layer) if layer is not None else None
+        if layer is not None and parts is not None and parts.attention is attention:
+            binding, merged = getattr(attention, BINDING), parts.qkv
+            geometry = binding.geometry
+            heads = geometry.num_heads + 2 * geometry.num_kv_heads
+            width = sum(linear.out_features for linear in merged)
+            if geometry.owns_kv and width == heads * geometry.head_dim:
+                candidates.append(_Candidate(number, layer, parts))
+    return candidates
+
+
+def _one_dtype(candidate: _Candidate, probe: LayerProbe) -> bool:
+    """Whether all that a layer computes with is of one type; angles may be float32."""
+    dtype = probe.x.dtype
+    angles = probe.keywords.get("position_embeddings") or ()
+    return all(p.dtype == dtype for p in candidate.layer.parameters()) and all(
+        torch.is_tensor(table) and table.dtype in (dtype, torch.float32) for table in angles
+    )
+
+
+def _kind(candidate: _Candidate, probe: LayerProbe) -> Any:
+    """Return what layers must have in common for one's proof to hold for another.
+
+    The classes of their modules, the shapes of their weights, and every plain attribute, apart
+    from the layer's number.
+    """
+    modules = []
+    for name, module in candidate.layer.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and key != "layer_idx"
+        }
+        shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+        modules.append((name, type(module), repr(sorted(plain.items())), repr(shapes)))
+    return tuple(modules), probe.call
+
+
+def _is_inside(module: nn.Module, parent: nn.Module) -> bool:
+    return any(module is part for part in parent.modules())
