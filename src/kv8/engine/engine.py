@@ -17,6 +17,7 @@ from kv8.engine.completion import Completion, CompletionContext, CompletionGroup
 from kv8.engine.counters import EngineCounters
 from kv8.engine.detokenizer import TokenDecoder
 from kv8.engine.end_tokens import find_end_tokens
+from kv8.engine.failures import explain_failure
 from kv8.engine.health import CacheHealth
 from kv8.engine.intake import Intake
 from kv8.engine.resolve import resolve_options
@@ -24,7 +25,7 @@ from kv8.engine.runner import Runner, ScaleStatus
 from kv8.engine.sampler import SampledToken, sample
 from kv8.engine.scheduler import ScheduledChunk, Scheduler
 from kv8.engine.warm_up import warm_up
-from kv8.errors import KV8Error, RequestError
+from kv8.errors import RequestError
 from kv8.models.load import load_model
 from kv8.models.tokenizer import load_tokenizer
 from kv8.options import EngineOptions
@@ -250,7 +251,7 @@ class Engine:
         try:
             reason = completion.accept(outcome)
         except Exception as error:  # noqa: BLE001 - only this completion's text is concerned
-            self._end(completion, "error", _explain(error))
+            self._end(completion, "error", explain_failure(error))
             return
         self.counters.generated_tokens += 1
         if reason is not None:
@@ -267,7 +268,7 @@ class Engine:
         """End the requests that ``error`` concerns: those of the step, or if none were picked
         yet, those whose turn it was.
         """
-        explanation = _explain(error)
+        explanation = explain_failure(error)
         self.counters.failed_steps += 1
         concerned = [chunk.request for chunk in chunks]
         if not concerned:
@@ -293,12 +294,3 @@ class Engine:
         self._scheduler.preempt_all()
         self.cache.reset(self.runner.cache_key())
         self._health.scales_changed(self.runner.scales)
-
-
-def _explain(error: BaseException) -> str:
-    """Log a failure, where it happened at debug level, and return it in a line for the user."""
-    line = str(error) if isinstance(error, KV8Error) else f"{type(error).__name__}: {error}"
-    if isinstance(error, Exception):  # an interrupt is what the user wanted
-        logger.error("A step failed: %s", line)
-    logger.debug("Where it failed:", exc_info=error)
-    return line
