@@ -7,6 +7,7 @@ from typing import Any
 from kv8.cache.capacity import Capacity, capacity
 from kv8.cache.gain import CapacityGain, capacity_gain
 from kv8.cache.layout import CacheLayout, make_layout
+from kv8.engine.resolve import check_max_model_len
 from kv8.formats.base import ALIASES, FORMATS, FP8_E4M3, FP8_E5M2
 from kv8.geometry import ModelGeometry
 from kv8.layer_plan import make_layer_plan, resolve_cache_format
@@ -76,10 +77,11 @@ def plan_rows(options: EngineOptions, memory_bytes: int) -> list[PlanRow]:
         memory_bytes: memory for the cache.
 
     Raises:
-        RequestError: the model or the skip list cannot be served.
+        RequestError: the model, the skip list or the longest sequence cannot be served.
     """
     source = resolve_source(options.model)
     geometry = read_geometry(load_config(source.folder))
+    check_max_model_len(options.max_model_len, geometry.max_position)
     if options.dtype != "auto":
         geometry = replace(geometry, model_dtype=options.dtype)
     declaration = read_checkpoint(source.folder, geometry).declaration

@@ -190,6 +190,19 @@ def find_scales(
     )
 
 
+def check_max_model_len(asked: int | None, limit: int) -> None:
+    """Refuse a longest sequence that no cache, however large, lets a model of ``limit`` serve.
+
+    Raises:
+        RequestError: it is too short for anything, or beyond the model's own limit.
+    """
+    if asked is not None and not MIN_MODEL_LEN <= asked <= limit:
+        raise RequestError(
+            f"max_model_len={asked} cannot be served: give at least {MIN_MODEL_LEN} (a token of "
+            f"prompt and one of output) and at most {limit}, which this model was made for."
+        )
+
+
 def _explicit_scales(
     kv_scales: str | Path | Mapping[str, Any] | None, geometry: ModelGeometry
 ) -> ModelScales | None:
@@ -197,7 +210,7 @@ def _explicit_scales(
         return None
     if isinstance(kv_scales, Mapping):
         return scales_from_mapping(kv_scales, geometry)
-    return read_scales_file(Path(kv_scales), geometry)
+    return read_scales_file(Path(kv_scales).expanduser(), geometry)
 
 
 def _cache_memory(
@@ -224,11 +237,7 @@ def _max_model_len(
     """Return the longest sequence served; what is asked is never shortened, but refused."""
     asked, limit = options.max_model_len, geometry.max_position
     longest = longest_sequence(layout, memory // layout.block_bytes)
-    if asked is not None and not MIN_MODEL_LEN <= asked <= limit:
-        raise RequestError(
-            f"max_model_len={asked} cannot be served: give at least {MIN_MODEL_LEN} (a token of "
-            f"prompt and one of output) and at most {limit}, which this model was made for."
-        )
+    check_max_model_len(asked, limit)
     wanted = limit if asked is None else asked
     if longest is None or longest >= wanted:
         return wanted, "the model's limit" if asked is None else "as asked"
@@ -236,9 +245,10 @@ def _max_model_len(
     room = f"kv_cache_memory={format_bytes(memory)} holds {longest:,} tokens of one sequence"
     if longest < MIN_MODEL_LEN:
         raise CapacityError(
-            f"{room}, too few to serve anything: a block takes "
+            f"{room}, too few to serve anything: a block of {layout.block_size} tokens takes "
             f"{format_bytes(layout.block_bytes)}. Give at least "
-            f"{_spell_bytes(memory_for(layout, MIN_MODEL_LEN))}; {wanted:,} tokens need {needed}."
+            f"{_spell_bytes(memory_for(layout, MIN_MODEL_LEN))}, or a smaller block_size; "
+            f"{wanted:,} tokens need {needed}."
         )
     if asked is not None:
         raise CapacityError(

@@ -5,6 +5,7 @@ import torch
 from tests.checkpoint_folders import compressed_tensors, write_folder
 
 from kv8.engine import resolve_memory
+from kv8.engine.planner import plan_rows
 from kv8.engine.resolve import resolve_options
 from kv8.engine.resolve_memory import default_cache_memory, free_memory
 from kv8.errors import CapacityError, RequestError
@@ -111,8 +112,20 @@ def test_the_longest_sequence_is_the_models_or_what_fits(resolve) -> None:
     assert resolve(max_model_len=100).max_model_len == 100
     with pytest.raises(CapacityError, match="Give max_model_len=128 or less"):
         resolve(kv_cache_memory=64 * 1024, max_model_len=129)
-    with pytest.raises(RequestError, match="at most 512"):
-        resolve(max_model_len=513)
+
+
+@pytest.mark.parametrize("length", [1, 513])
+def test_engine_and_plan_refuse_the_same_lengths(length, resolve, tmp_path) -> None:
+    refusal = rf"max_model_len={length} cannot be served: give at least 2 .* at most 512"
+    with pytest.raises(RequestError, match=refusal):
+        resolve(max_model_len=length)
+    with pytest.raises(RequestError, match=refusal):
+        plan_rows(EngineOptions(model=str(tmp_path / "model"), max_model_len=length), 2**20)
+
+
+def test_a_block_larger_than_the_memory_is_named(resolve) -> None:
+    with pytest.raises(CapacityError, match=r"a block of 4096 tokens .* or a smaller block_size"):
+        resolve(block_size=4096)
 
 
 def test_scales_may_come_from_python(resolve) -> None:
