@@ -141,27 +141,36 @@ def _defaults(
     """Fill in 1.0 for what is missing, if that is allowed; return the warning to give."""
     if not missing:
         return ()
-    declaration = sources.checkpoint.declaration
-    expected = declaration is not None or sources.explicit is not None or sources.knows("k", "v")
+    declared = sources.checkpoint.declaration is not None
+    expected = declared or sources.explicit is not None or sources.knows("k", "v")
     lacking = _by_sides(missing)
     if expected and missing_scales == "error":
-        why = (
-            f"The checkpoint declares an FP8 cache with static scales ({declaration.where})"
-            if declaration is not None
-            else "kv_scales was given"
-            if sources.explicit is not None
-            else "The checkpoint brings KV cache scales"
-        )
-        raise ScaleError(
-            f"{why}, but there is no {lacking}. They were lost on the way: look for the complete "
-            "checkpoint, give scales with kv_scales (--kv-scales), skip these layers, or accept "
-            "the uncalibrated scale 1.0 with missing_scales=default (--missing-scales default)."
-        )
+        raise _lost(lacking, sources)
     for layer, side in missing:
         chosen[layer, side] = Scale((1.0,), Origin(OriginKind.DEFAULT, "1.0"))
     return (
         f"There is no {lacking}: the FP8 cache is uncalibrated there and uses 1.0, so that values "
-        "beyond the format's largest are clipped. Give calibrated scales with kv_scales.",
+        "beyond the format's largest are clipped. Give calibrated scales with kv_scales "
+        "(--kv-scales).",
+    )
+
+
+def _lost(lacking: str, sources: ScaleSources) -> ScaleError:
+    """Return the refusal to go on without scales that somebody meant to be there."""
+    declaration = sources.checkpoint.declaration
+    remedy = (
+        "They were lost on the way: look for the complete checkpoint, give scales with kv_scales "
+        "(--kv-scales)"
+    )
+    if declaration is not None:
+        why = f"The checkpoint declares an FP8 cache with static scales ({declaration.where})"
+    elif sources.explicit is not None:
+        why, remedy = "kv_scales was given", "Complete them"
+    else:
+        why = "The checkpoint brings KV cache scales"
+    return ScaleError(
+        f"{why}, but there is no {lacking}. {remedy}, skip these layers, or accept the "
+        "uncalibrated scale 1.0 with missing_scales=default (--missing-scales default)."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from kv8.errors import ScaleError
+from kv8.errors import ModelError, ScaleError
 from kv8.geometry import ModelGeometry
 from kv8.scales.collect import collect_scales
 from kv8.scales.scale import SIDES, ModelScales, OriginKind
@@ -78,6 +78,12 @@ def read_scales_file(path: Path | str, geometry: ModelGeometry) -> ModelScales:
             another model or by a newer kv8.
     """
     file = Path(path)
+    if not file.is_file():
+        fault = "is not a file" if file.exists() else "is missing"
+        raise ModelError(
+            f"kv_scales: {file} {fault}. Give a safetensors file of scales, or leave kv_scales "
+            f"(--kv-scales) out to use the checkpoint's own."
+        )
     _check_metadata(file, file_metadata(file), geometry)
     found = collect_scales(tensor_names((file,)), geometry, OriginKind.FILE)
     if found.unbound:

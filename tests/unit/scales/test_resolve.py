@@ -44,6 +44,11 @@ def without(tensors: dict[str, float], *lost: str) -> dict[str, float]:
     return {name: value for name, value in tensors.items() if not name.endswith(lost)}
 
 
+def test_given_scales_that_are_incomplete_are_to_be_completed() -> None:
+    with pytest.raises(ScaleError, match=r"kv_scales was given, but .* layers 1-3\. Complete them"):
+        resolve(explicit={0: {"k": 0.1, "v": 0.1}})
+
+
 def test_a_complete_checkpoint_is_used_as_it_is(tmp_path: Path) -> None:
     """Pitfall 1: the effective scales equal those in the file."""
     resolved = resolve(checkpoint_of(tmp_path, scale_tensors(), compressed_tensors()))

@@ -146,8 +146,10 @@ def test_another_models_file_and_a_newer_version_are_refused(tmp_path: Path) -> 
 
 
 def test_no_file_and_no_safetensors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is missing"):
+    with pytest.raises(ModelError, match=r"kv_scales: .*none\.safetensors is missing"):
         read_scales_file(tmp_path / "none.safetensors", GEOMETRY)
+    with pytest.raises(ModelError, match=rf"kv_scales: {tmp_path} is not a file"):
+        read_scales_file(tmp_path, GEOMETRY)
     text = tmp_path / "scales.json"
     text.write_text('{"0": {"k": 0.5}}')
     with pytest.raises(ModelError, match=r"scales\.json is no complete safetensors file"):
