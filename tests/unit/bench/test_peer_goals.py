@@ -1,19 +1,13 @@
 """Ratios with peers: who is compared with whom, and which way round."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-    import peer_goals
-
-    yield peer_goals
-    sys.modules.pop("peer_goals", None)
+def goals(benchmark_modules: Any) -> Any:
+    return benchmark_modules("peer_goals")
 
 
 def test_a_ratio_above_one_means_that_kv8_is_faster(goals: Any) -> None:
