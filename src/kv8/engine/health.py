@@ -1,7 +1,7 @@
 """Watches what quantization does to the cache and says so, once, to whoever runs the engine."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv8.engine.counters import CacheCounters, LayerStoreCounts, StoreCounts
@@ -14,11 +14,13 @@ logger = logging.getLogger(__name__)
 # does not fit this one. A calibrated scale may clip rare outliers on purpose, but not one in 100.
 DEFAULT_SCALE_LIMIT = 1e-5
 CALIBRATED_SCALE_LIMIT = 1e-2
+# Values far smaller than the rest are lost under any scale; where most are, it is too large.
+UNDERFLOW_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
-class Saturation:
-    """One side of one layer that clips more than it should."""
+class Misfit:
+    """One side of one layer that clips, or stores as zero, more than it should."""
 
     layer: int
     side: str
@@ -29,28 +31,45 @@ class Saturation:
         return f"layer {self.layer} {self.side} {_percent(self.share)}"
 
 
-def find_saturation(
-    counts: Mapping[int, LayerStoreCounts], scales: ModelScales
-) -> list[Saturation]:
+def find_saturation(counts: Mapping[int, LayerStoreCounts], scales: ModelScales) -> list[Misfit]:
     """Return every layer and side whose share of clipped values is beyond its limit."""
-    found = []
+    return [
+        Misfit(layer, side, seen.saturated_share, scale)
+        for layer, side, seen, scale in _sides(counts, scales)
+        if seen.saturated_share >= _limit(scale)
+    ]
+
+
+def find_underflow(counts: Mapping[int, LayerStoreCounts], scales: ModelScales) -> list[Misfit]:
+    """Return every layer and side most of whose values were too small for its scale."""
+    return [
+        Misfit(layer, side, seen.underflowed_share, scale)
+        for layer, side, seen, scale in _sides(counts, scales)
+        if seen.underflowed_share >= UNDERFLOW_LIMIT
+    ]
+
+
+def _limit(scale: Scale) -> float:
+    default = scale.origin.kind is OriginKind.DEFAULT
+    return DEFAULT_SCALE_LIMIT if default else CALIBRATED_SCALE_LIMIT
+
+
+def _sides(
+    counts: Mapping[int, LayerStoreCounts], scales: ModelScales
+) -> Iterator[tuple[int, str, StoreCounts, Scale]]:
+    """Give every layer and side that has a scale, with its counts."""
     for layer, layer_counts in counts.items():
         sides: list[tuple[str, StoreCounts, Scale | None]] = [
             ("k", layer_counts.k, scales.layer(layer).k),
             ("v", layer_counts.v, scales.layer(layer).v),
         ]
         for side, side_counts, scale in sides:
-            if scale is None:
-                continue
-            default = scale.origin.kind is OriginKind.DEFAULT
-            limit = DEFAULT_SCALE_LIMIT if default else CALIBRATED_SCALE_LIMIT
-            if side_counts.saturated_share >= limit:
-                found.append(Saturation(layer, side, side_counts.saturated_share, scale))
-    return found
+            if scale is not None:
+                yield layer, side, side_counts, scale
 
 
 class CacheHealth:
-    """Warns at most once in an engine's life (and once more after its scales change).
+    """Warns after at most one check in an engine's life (and one more once its scales change).
 
     Args:
         plan: format of each layer, to name it.
@@ -72,7 +91,7 @@ class CacheHealth:
         self.warned = False
 
     def check(self, counters: CacheCounters, *, during: str) -> None:
-        """Warn if a layer clips too much and no warning was given yet.
+        """Warn if a layer clips or loses too much and no warning was given yet.
 
         Args:
             counters: what was stored so far; not read once a warning was given.
@@ -80,29 +99,36 @@ class CacheHealth:
         """
         if self.warned:
             return
-        found = find_saturation(counters.read(), self._scales)
-        if found:
-            self.warned = True
-            logger.warning("%s", self._message(found, during))
+        counts = counters.read()
+        if clipped := find_saturation(counts, self._scales):
+            self._warn(f"clips values ({_cause(clipped)}). Share clipped", clipped, during)
+        if lost := find_underflow(counts, self._scales):
+            what = "stores most values as zero (its scales are too large). Share lost"
+            self._warn(what, lost, during)
 
-    def _message(self, found: list[Saturation], during: str) -> str:
+    def _warn(self, what: str, found: list[Misfit], during: str) -> None:
+        self.warned = True
         layers = list(dict.fromkeys(item.layer for item in found))
         formats = " and ".join(dict.fromkeys(self._plan.format(layer).name for layer in layers))
-        calibrated = [i for i in found if i.scale.origin.kind is not OriginKind.DEFAULT]
-        cause = (
-            "its scales do not fit this text"
-            if len(calibrated) == len(found)
-            else "it has no calibrated scale and uses 1.0"
-            if not calibrated
-            else "some scales are 1.0 by default, others do not fit this text"
+        logger.warning(
+            "The %s KV cache %s %s: %s. The output may be noise. Remedy: calibrate and serve the "
+            "calibrated checkpoint, give scales with --kv-scales FILE (kv_scales=), or keep these "
+            "layers in the model's dtype: --kv-cache-dtype-skip-layers %s",
+            formats,
+            what,
+            during,
+            ", ".join(map(str, found)),
+            ",".join((*self._skip_layers, spell_layers(layers))),
         )
-        return (
-            f"The {formats} KV cache clips values ({cause}). Share clipped {during}: "
-            f"{', '.join(map(str, found))}. The output may be noise. Remedy: calibrate and serve "
-            f"the calibrated checkpoint, give scales with --kv-scales FILE (kv_scales=), or keep "
-            f"these layers in the model's dtype: "
-            f"--kv-cache-dtype-skip-layers {','.join((*self._skip_layers, spell_layers(layers)))}"
-        )
+
+
+def _cause(found: Sequence[Misfit]) -> str:
+    calibrated = [i for i in found if i.scale.origin.kind is not OriginKind.DEFAULT]
+    if not calibrated:
+        return "it has no calibrated scale and uses 1.0"
+    if len(calibrated) == len(found):
+        return "its scales do not fit this text"
+    return "some scales are 1.0 by default, others do not fit this text"
 
 
 def spell_layers(layers: Iterable[int]) -> str:

@@ -54,7 +54,10 @@ def _text(scale: Scale) -> str:
 
 
 def _share(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.2g} %"
+    percent = 100 * share
+    if percent >= 10:  # two digits, and never 1e+02
+        return f"{percent:.0f} %"
+    return "0" if share == 0 else f"{percent:.2g} %"
 
 
 def _kind(layer: LayerReport) -> tuple[Any, ...]:

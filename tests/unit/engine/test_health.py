@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kv8.engine.counters import CacheCounters, LayerStoreCounts, StoreCounts
-from kv8.engine.health import CacheHealth, find_saturation, spell_layers
+from kv8.engine.health import CacheHealth, find_saturation, find_underflow, spell_layers
 from kv8.formats.base import FP8_E4M3
 from kv8.layer_plan import LayerFormat, LayerPlan
 from kv8.scales.scale import LayerScales, ModelScales, Origin, OriginKind, Scale
@@ -47,6 +47,14 @@ def test_nothing_stored_is_nothing_clipped() -> None:
     assert find_saturation({2: counts(5, stored=10)}, ModelScales()) == []
 
 
+@pytest.mark.parametrize(("lost", "found"), [(499_999, 0), (500_000, 1), (1_000_000, 1)])
+@pytest.mark.parametrize("kind", [DEFAULT, MEASURED])
+def test_a_scale_under_which_most_values_vanish_is_too_large(lost, found, kind) -> None:
+    stored = LayerStoreCounts(k=StoreCounts(1_000_000, 0, lost), v=StoreCounts(1_000_000))
+    assert len(find_underflow({2: stored}, scales(kind))) == found
+    assert find_saturation({2: stored}, scales(kind)) == []
+
+
 class FixedCounters(CacheCounters):
     def __init__(self, found) -> None:
         super().__init__([], torch.device("cpu"))
@@ -77,6 +85,17 @@ def test_scales_that_do_not_fit_are_told_from_missing_ones(caplog) -> None:
     health = CacheHealth(PLAN, scales(MEASURED))
     health.check(FixedCounters({1: counts(500_000)}), during="so far")
     assert "its scales do not fit this text" in caplog.text
+
+
+def test_values_stored_as_zero_are_told_from_clipped_ones(caplog) -> None:
+    health = CacheHealth(PLAN, scales(MEASURED))
+    lost = LayerStoreCounts(k=StoreCounts(10, 0, 10), v=StoreCounts(10))
+    health.check(FixedCounters({1: counts(500_000), 3: lost}), during="so far")
+    clipping, vanishing = (record.getMessage() for record in caplog.records)
+    assert "clips values" in clipping
+    assert "layer 1 k 50 %" in clipping
+    assert "stores most values as zero (its scales are too large)" in vanishing
+    assert "Share lost so far: layer 3 k 100 %." in vanishing
 
 
 def test_new_scales_may_be_warned_about_again(caplog) -> None:
