@@ -118,9 +118,11 @@ class LLM:
         Raises:
             RequestError: as `chat`, at the first step.
         """
-        [prompt] = conversations(messages, self.engine.tokenizer)
+        prompts = conversations(messages, self.engine.tokenizer)
+        if len(prompts) != 1:
+            raise RequestError(f"stream_chat answers one conversation, got {len(prompts)}.")
         with self._requests() as add:
-            name = add(prompt, sampling_params or SamplingParams())
+            name = add(prompts[0], sampling_params or SamplingParams())
             while self.engine.has_unfinished:
                 yield from (out for out in self.engine.step() if out.request_id == name)
 

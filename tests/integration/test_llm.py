@@ -207,6 +207,8 @@ def test_a_stream_grows_and_can_be_broken_off(llm: LLM) -> None:
     texts = [output.outputs[0].text for output in llm.stream_chat(messages, params)]
     assert texts[-1] == whole
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+    with pytest.raises(RequestError, match="one conversation, got 2"):
+        next(llm.stream_chat([messages, messages], params))  # type: ignore[list-item]
     broken = llm.stream_chat(messages, params)
     next(broken)
     broken.close()
