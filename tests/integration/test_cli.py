@@ -110,6 +110,27 @@ def test_chat_at_a_terminal_remembers(tiny_model) -> None:
     assert plain.out == first["text"] + "\n" + second["text"] + "\n"
 
 
+def test_a_message_too_long_does_not_end_the_conversation(tiny_model) -> None:
+    words = ("chat", tiny_model(), "--temperature", "0", "--max-tokens", "5", "--json", *SMALL)
+    alone = kv8(*words, stdin=Terminal("hi\n"))
+    result = kv8(*words, stdin=Terminal("x" * 600 + "\n", "hi\n"))
+    assert result.code == 0
+    assert "tokens or less fits" in result.err
+    assert "The message was dropped." in result.err
+    assert result.json["token_ids"] == alone.json["token_ids"]
+    assert result.json["usage"]["prompt_tokens"] == alone.json["usage"]["prompt_tokens"]
+    piped = kv8(*words, stdin="x" * 600)
+    assert piped.code == 2
+    assert_one_error_line(piped)
+
+
+@pytest.mark.parametrize("words", [("chat",), ("generate", "-")])
+def test_closed_stdin_is_said(tiny_model, words) -> None:
+    result = kv8(words[0], tiny_model(), *words[1:], *SMALL, stdin=None)
+    assert result.code == 2
+    assert "stdin is closed" in result.err
+
+
 @pytest.mark.parametrize("where", ["kv8.engine.engine.Engine.step", "kv8.engine.runner.Runner.run"])
 def test_ctrl_c_at_a_terminal_stops_the_answer_only(tiny_model, monkeypatch, where: str) -> None:
     words = ("--temperature", "0", "--max-tokens", "9", "--ignore-eos", "--json", *SMALL)

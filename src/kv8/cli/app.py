@@ -103,7 +103,8 @@ def _usage_message(error: Exception, argv: Sequence[str]) -> str:
         message += (
             f" ({listed[0]} takes every word up to the next flag: put the arguments before it)"
         )
-    return f"{message} Try 'kv8 --help'."
+    command = getattr(getattr(error, "ctx", None), "command_path", "kv8")
+    return f"{message} Try '{command} --help'."
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

@@ -40,7 +40,7 @@ def make_bench() -> typer.Typer:
 
     @bench.callback()
     def _bench() -> None:
-        """Measure speed, beside what this machine's memory and arithmetic allow."""
+        """Measure speed, beside what this machine would allow."""
 
     for command in (latency, throughput, kernels, startup):
         bench.command()(command)
@@ -68,7 +68,10 @@ def latency(  # noqa: PLR0913 - one a flag
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """One request at a time: prefill and decode apart, by context and dtype; peak memory."""
+    """One request at a time: prefill and decode, by context.
+
+    Each apart, under each cache dtype; and the peak memory of a long prompt.
+    """
     _begin(output, threads)
     from kv8.bench.latency import bench_latency
 
@@ -102,7 +105,10 @@ def throughput(  # noqa: PLR0913 - one a flag
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """Many requests at once: prefill and decode apart, by batch and dtype."""
+    """Many requests at once: prefill and decode, by batch.
+
+    Each apart, under each cache dtype.
+    """
     _begin(output, threads)
     shapes = [_parse_workload(text) for text in workloads]
     from kv8.bench.phases import bench_phases
@@ -141,7 +147,10 @@ def kernels(  # noqa: PLR0913 - one a flag
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """The attention kernels alone: FP8 over bf16, and bytes against the memory's speed."""
+    """The attention kernels alone: FP8 over bf16.
+
+    Also the bytes they read, against the memory's speed.
+    """
     _begin(output, threads)
     if heads % kv_heads:
         raise RequestError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
@@ -172,7 +181,10 @@ def startup(
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """Cold processes until their first token, part by part; and kv8 --help."""
+    """Cold processes until their first token, part by part.
+
+    Also kv8 --help.
+    """
     _begin(output, threads)
     from kv8.bench.startup import bench_startup
 

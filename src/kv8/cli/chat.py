@@ -8,7 +8,15 @@ import typer
 
 from kv8.cli.generate import raise_failures, result_json
 from kv8.cli.options_view import ModelArgument, engine_flags, sampling_flags, with_flags
-from kv8.cli.output import note, output_flags, read_stdin, say_json, start_logging
+from kv8.cli.output import (
+    at_terminal,
+    note,
+    output_flags,
+    read_stdin,
+    say,
+    say_json,
+    start_logging,
+)
 from kv8.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,7 +56,14 @@ def chat(
         messages = [{"role": "system", "content": system}] if system else []
         for question in _questions():
             messages.append({"role": "user", "content": question})
-            answer = _answer(llm, messages, params, silent=output["json"])
+            try:
+                answer = _answer(llm, messages, params, silent=output["json"])
+            except RequestError as error:
+                if not at_terminal():
+                    raise
+                note(f"kv8: error: {error} The message was dropped.")
+                messages.pop()
+                continue
             if output["json"]:
                 say_json(result_json(answer, llm.kv_cache_report()))
             messages.append({"role": "assistant", "content": answer.outputs[0].text})
@@ -56,7 +71,7 @@ def chat(
 
 def _questions() -> Iterator[str]:
     """Return what the user says: line by line at a terminal, else all of stdin at once."""
-    if not sys.stdin.isatty():
+    if not at_terminal():
         text = read_stdin().strip()
         if not text:
             raise RequestError("stdin holds no message. Pipe one in, or run in a terminal.")
@@ -87,16 +102,15 @@ def _answer(
         for output in answers:
             text = output.outputs[0].text
             if not silent:
-                sys.stdout.write(text[num_shown:])
-                sys.stdout.flush()
+                say(text[num_shown:], newline=False)
             num_shown = len(text)
         assert output is not None, "a request that was accepted gives at least one output"
         raise_failures([output])
     except KeyboardInterrupt:
-        if output is None or not sys.stdin.isatty():
+        if output is None or not at_terminal():
             raise
     finally:
         answers.close()
     if not silent:
-        sys.stdout.write("\n")
+        say()
     return output

@@ -27,7 +27,7 @@ def demo(
     *,
     output: dict[str, Any],
 ) -> None:
-    """Answer the same prompts through a 16-bit and two FP8 KV caches, and compare them."""
+    """Compare answers through a 16-bit and two FP8 KV caches."""
     start_logging(output)
     from pydoc_data.topics import topics
 

@@ -13,7 +13,10 @@ def inspect(
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """Show what each layer would store, under which scales, and where they come from."""
+    """Show what each layer would store, and under which scales.
+
+    Also where the scales come from, and every setting with its reason. No weights are read.
+    """
     start_logging(output)
     from kv8.options import EngineOptions
 

@@ -22,6 +22,7 @@ _ENGINE_TYPES: dict[str, Any] = {
 }
 LIST_FLAGS = frozenset({"--kv-cache-dtype-skip-layers"})
 _SAMPLING_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int]}
+_REPEAT = " Repeat the flag for several."
 _METAVARS = {
     "kv_cache_dtype_skip_layers": "LAYER...",
     "kv_scales": "FILE",
@@ -94,7 +95,7 @@ def _parameter(name: str, field: Field[Any], type_: Any) -> inspect.Parameter:
     option = typer.Option(
         [] if is_list else field.default,
         f"{flag}/--no-{flag[2:]}" if type_ is bool else flag,
-        help=field.metadata["help"],
+        help=field.metadata["help"] + (_REPEAT if is_list and flag not in LIST_FLAGS else ""),
         metavar=_METAVARS.get(name) or _choices(type_),
         show_default=not is_list and field.default is not None,
     )

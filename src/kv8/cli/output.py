@@ -9,7 +9,10 @@ from typing import Any
 
 import typer
 
-from kv8.errors import RequestError
+from kv8.errors import EngineError, RequestError
+
+# What these say at level "info" explains why nothing happens for a minute.
+_WAITS = ("kv8.models.builtin", "kv8.models.conversion_cache")
 
 
 def output_flags() -> list[inspect.Parameter]:
@@ -35,31 +38,52 @@ class _Formatter(logging.Formatter):
 
 
 def start_logging(output: Mapping[str, bool]) -> None:
-    """Send kv8's log to stderr: warnings; with ``verbose`` decisions; with ``debug`` all of it."""
+    """Send kv8's log to stderr: warnings, and what takes long; with ``verbose`` decisions; with
+    ``debug`` all of it.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
     log = logging.getLogger("kv8")
     log.handlers[:] = [handler]
     level = logging.INFO if output["verbose"] else logging.WARNING
-    log.setLevel(logging.DEBUG if output["debug"] else level)
+    level = logging.DEBUG if output["debug"] else level
+    handler.addFilter(lambda record: record.levelno >= level or record.name in _WAITS)
+    log.setLevel(min(level, logging.INFO))
     log.propagate = False
+
+
+def at_terminal() -> bool:
+    """Whether somebody types what is read; not where stdin is a pipe, a file, or closed."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def read_stdin() -> str:
     """Return all of standard input.
 
     Raises:
-        RequestError: it is not UTF-8 text.
+        RequestError: it is closed, or not UTF-8 text.
     """
+    if sys.stdin is None:
+        raise RequestError("stdin is closed: there is nothing to read. Pipe text in.")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin is not text in UTF-8: {error}.") from error
 
 
-def say(text: str = "") -> None:
-    """Print a result."""
-    typer.echo(text)
+def say(text: str = "", *, newline: bool = True) -> None:
+    """Print a result, or with ``newline=False`` a piece of one.
+
+    Raises:
+        EngineError: stdout takes no more (a full disk; a reader that has gone ends the program
+            without a word).
+    """
+    try:
+        typer.echo(text, nl=newline)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise EngineError(f"The result cannot be written to stdout: {error}.") from error
 
 
 def note(text: str) -> None:
@@ -69,4 +93,4 @@ def note(text: str) -> None:
 
 def say_json(value: Any) -> None:
     """Print a result as JSON."""
-    typer.echo(json_module.dumps(value, ensure_ascii=False, indent=2))
+    say(json_module.dumps(value, ensure_ascii=False, indent=2))

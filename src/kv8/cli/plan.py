@@ -30,7 +30,10 @@ def plan(
     engine: dict[str, Any],
     output: dict[str, Any],
 ) -> None:
-    """Show how many tokens and requests fit, for each dtype and the given skip list."""
+    """Show how many tokens and requests fit under each cache dtype.
+
+    With a skip list, also what it leaves of the gain. No weights are read.
+    """
     start_logging(output)
     from kv8.options import EngineOptions
     from kv8.units import format_bytes, parse_bytes

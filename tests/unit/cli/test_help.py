@@ -37,6 +37,29 @@ def test_help_is_golden(command: str, update_golden: bool, monkeypatch) -> None:
     assert result.out == path.read_text(encoding="utf-8"), "run: pytest --update-golden"
 
 
+@pytest.mark.parametrize("command", ["", "bench"])
+def test_no_command_is_summed_up_in_half_a_sentence(command: str, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = kv8(*command.split(), "--help").out.partition("Commands:")[2]
+    assert listed
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("generate", "m", "--nope"), "kv8 generate"),
+        (("plan",), "kv8 plan"),
+        (("chat", "m", "--seed", "x"), "kv8 chat"),
+        (("nope",), "kv8"),
+    ],
+)
+def test_a_usage_error_points_at_the_help_that_lists_it(words, command) -> None:
+    result = kv8(*words)
+    assert result.code == 2
+    assert result.err.endswith(f" Try '{command} --help'.\n")
+
+
 def test_no_words_is_help() -> None:
     assert kv8() == kv8("--help")
 
