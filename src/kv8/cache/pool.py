@@ -109,7 +109,9 @@ def _fresh_pages(num_bytes: int) -> torch.Tensor:
 
     A cache of gigabytes is ready at once that way, and takes no memory before it is used.
     """
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: a forked process gets a copy of what it writes to, as of all other memory. A shared
+    # mapping would let two processes store into one cache, and has no huge pages by default.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer of them, for reads all over the cache
     return torch.frombuffer(memory, dtype=torch.uint8)

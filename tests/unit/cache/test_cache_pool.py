@@ -1,5 +1,7 @@
 """The arena and its views."""
 
+import os
+
 import pytest
 import torch
 from tests.cache_models import gemma3_270m, make_geometry, make_plan, skip_sliding, smollm2
@@ -159,6 +161,17 @@ def test_the_log_line_is_that_of_the_tensors(monkeypatch):
     monkeypatch.setattr(pool_module, "_view", lambda *args: view(*args).view(torch.uint8))
     line = str(KVPool(layout, geometry, plan, 10, "cpu"))
     assert line.startswith("5.27 MiB on cpu in 10 blocks: 30 layers in uint8, ")
+
+
+def test_a_forked_process_has_a_cache_of_its_own():
+    *_, pool = make_pool("uniform")
+    codes = pool.codes(0)[0].view(torch.uint8)
+    child = os.fork()
+    if child == 0:
+        codes.fill_(7)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not codes.any()
 
 
 def test_fp8_takes_half_the_storage():

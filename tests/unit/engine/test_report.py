@@ -59,6 +59,14 @@ def test_counts_are_shares_of_what_was_stored() -> None:
     assert "stored" not in entry["q"]
 
 
+def test_shares_are_written_without_an_exponent() -> None:
+    counts = {"k_counts": StoreCounts(1000, 0, 1000, 0), "v_counts": StoreCounts(1000, 126, 996, 0)}
+    for text in (layer_table([layer(0, **counts)]), layer_summary([layer(0, **counts)])):
+        assert "100 %" in text
+        assert "13 %" in text
+        assert "e+" not in text
+
+
 def test_per_head_scales_are_a_span_in_text_and_a_list_in_json() -> None:
     report = layer(0, k=from_checkpoint(0.5, 0.25, 1.0))
     assert "0.25..1 (3 heads)" in layer_table([report])
