@@ -36,6 +36,7 @@ class Workspace:
         self.most_rows = most_rows(kernels)
         self._dtype = dtype
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+        self._angles: tuple[Sequence[torch.Tensor] | None, list[torch.Tensor]] = (None, [])
 
     def rows(self, name: str, width: int) -> torch.Tensor:
         """Return a tensor [most_rows, width], the same for the same name and width."""
@@ -51,6 +52,12 @@ class Workspace:
             size = scratch_size(self.most_rows, num_inputs)
             self._tensors[key] = torch.zeros(size, dtype=torch.float32)
         return self._tensors[key]
+
+    def angles(self, cos_sin: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return cosines and sines as [T, rotary]; most layers of a step get the same."""
+        if self._angles[0] is not cos_sin:
+            self._angles = (cos_sin, [angles(table) for table in cos_sin])
+        return self._angles[1]
 
 
 class FewRows:
@@ -84,9 +91,8 @@ class FewRows:
         """
         layer, num_rows, threads = self._layer, x.shape[0], torch.get_num_threads()
         self._first.x = self._joined.residual = x.data_ptr()
-        tables = [angles(table) for table in cos_sin] if cos_sin is not None else []
-        if self._rotary is not None:
-            cos, sin = tables
+        if self._rotary is not None and cos_sin is not None:
+            cos, sin = self._space.angles(cos_sin)
             self._rotary.cos, self._rotary.sin = cos.data_ptr(), sin.data_ptr()
             self._rotary.rotary = cos.shape[1]
             self._rotary.angle_dtype = FORMAT_NUMBERS[cos.dtype]
