@@ -1,6 +1,10 @@
 // The C interface, and the choice of the build that fits the CPU.
 #include "kernels.h"
 
+#if defined(KV8_AMX)
+#include "linear_amx.h"
+#endif
+
 #define KV8_DECLARE(isa)                                   \
   namespace kv8::isa {                                     \
   int64_t store(const kv8_store& store, int num_threads);  \
@@ -14,7 +18,17 @@ KV8_DECLARE(avx512)
 
 namespace {
 
-enum Isa : int32_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Isa : int32_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+
+#if defined(KV8_X86)
+bool has_matrix_unit() {
+#if defined(KV8_AMX)
+  return kv8::amx::available();
+#else
+  return false;
+#endif
+}
+#endif
 
 int32_t best_isa() {
 #if defined(KV8_X86)
@@ -22,7 +36,7 @@ int32_t best_isa() {
   if (__builtin_cpu_supports("avx512vbmi") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq"))
-    return kAvx512;
+    return has_matrix_unit() ? kAmx : kAvx512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
 #endif
   return kPlain;
@@ -44,7 +58,7 @@ int32_t kv8_use_isa(int32_t isa) {
 
 int64_t kv8_store_run(const kv8_store* store, int32_t num_threads) {
 #if defined(KV8_X86)
-  if (isa_in_use == kAvx512) return kv8::avx512::store(*store, num_threads);
+  if (isa_in_use >= kAvx512) return kv8::avx512::store(*store, num_threads);
   if (isa_in_use == kAvx2) return kv8::avx2::store(*store, num_threads);
 #endif
   return kv8::plain::store(*store, num_threads);
@@ -52,7 +66,7 @@ int64_t kv8_store_run(const kv8_store* store, int32_t num_threads) {
 
 int64_t kv8_attend_run(const kv8_attend* attend, int32_t num_threads) {
 #if defined(KV8_X86)
-  if (isa_in_use == kAvx512) return kv8::avx512::attend(*attend, num_threads);
+  if (isa_in_use >= kAvx512) return kv8::avx512::attend(*attend, num_threads);
   if (isa_in_use == kAvx2) return kv8::avx2::attend(*attend, num_threads);
 #endif
   return kv8::plain::attend(*attend, num_threads);

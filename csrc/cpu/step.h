@@ -77,8 +77,6 @@ struct kv8_operation {
   int64_t kind;
 };
 
-// Rows up to which products are as fast here as anywhere: more are better repacked.
-KV8_EXPORT int64_t kv8_linear_most_rows(void);
 // Floats of scratch a product of T rows needs; the list's operations may share it.
 KV8_EXPORT int64_t kv8_linear_scratch(int64_t num_rows, int64_t num_inputs);
 // Run a list in order over T rows.

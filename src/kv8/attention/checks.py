@@ -42,6 +42,13 @@ def check_store(
 ) -> None:
     """Assert that ``key`` and ``value`` are [T, K, D] and the batch has a slot for each token."""
     check_batch(layer, batch)
+    check_new_tensors(layer, key, value, batch)
+
+
+def check_new_tensors(
+    layer: LayerAttention, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
+) -> None:
+    """Assert what `check_store` does, for a batch that was checked already."""
     geometry = layer.geometry
     assert geometry.owns_kv, f"layer {geometry.layer} stores nothing: it reads another layer's KV"
     shape = (batch.num_tokens, geometry.num_kv_heads, geometry.head_dim)
@@ -54,6 +61,13 @@ def check_attend(
 ) -> None:
     """Assert that ``query`` is [T, H, D] and the call asks for the window the cache keeps."""
     check_batch(layer, batch)
+    check_query(layer, query, batch, call)
+
+
+def check_query(
+    layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
+) -> None:
+    """Assert what `check_attend` does, for a batch that was checked already."""
     geometry = layer.geometry
     _check_tensor("query", query, (batch.num_tokens, geometry.num_heads, geometry.head_dim), layer)
     assert call.window == geometry.window, (

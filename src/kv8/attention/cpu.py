@@ -6,7 +6,7 @@ import torch
 
 from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
-from kv8.attention.checks import check_attend, check_layer, check_store
+from kv8.attention.checks import check_batch, check_layer, check_new_tensors, check_query
 from kv8.attention.layer import LayerAttention
 from kv8.kernels.cpu import (
     FORMAT_NUMBERS,
@@ -51,9 +51,10 @@ class CpuBackend:
         self, layer: LayerAttention, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
     ) -> None:
         """Quantize ``key`` and ``value`` ([T, K, D]), count, and scatter them to the slots."""
-        check_store(layer, key, value, batch)
+        arguments = self._step_view(batch, layer).store
+        check_new_tensors(layer, key, value, batch)
         key, value = _with_whole_rows(key), _with_whole_rows(value)
-        view, arguments = self._layer_view(layer), self._step_view(batch, layer.group).store
+        view = self._layer_view(layer)
         arguments.cache = view.cache
         describe_rows(arguments.key, key)
         describe_rows(arguments.value, value)
@@ -64,11 +65,12 @@ class CpuBackend:
         self, layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
     ) -> torch.Tensor:
         """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""
-        check_attend(layer, query, batch, call)
+        arguments = self._step_view(batch, layer).attend
+        check_query(layer, query, batch, call)
         query = _with_whole_rows(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         sinks = None if call.sinks is None else call.sinks.contiguous()
-        view, arguments = self._layer_view(layer), self._step_view(batch, layer.group).attend
+        view = self._layer_view(layer)
         arguments.cache, arguments.q_scale = view.cache, view.q_scale
         describe_rows(arguments.query, query)
         describe_rows(arguments.output, output)
@@ -93,10 +95,10 @@ class CpuBackend:
             view = self._layers[id(layer)] = _LayerView(layer)
         return view
 
-    def _step_view(self, batch: AttentionBatch, group: int) -> "_GroupView":
+    def _step_view(self, batch: AttentionBatch, layer: LayerAttention) -> "_GroupView":
         if self._step is None or self._step.batch is not batch:
             self._step = _StepView(batch)
-        return self._step.group(group)
+        return self._step.group(layer)
 
 
 class _LayerView:
@@ -134,10 +136,12 @@ class _StepView:
         self.batch = batch
         self._groups: dict[int, _GroupView] = {}
 
-    def group(self, number: int) -> "_GroupView":
-        view = self._groups.get(number)
+    def group(self, layer: LayerAttention) -> "_GroupView":
+        """Return the view of a layer's group; the batch is checked against its first layer."""
+        view = self._groups.get(layer.group)
         if view is None:
-            view = self._groups[number] = _GroupView(self.batch, number)
+            check_batch(layer, self.batch)
+            view = self._groups[layer.group] = _GroupView(self.batch, layer.group)
         return view
 
 

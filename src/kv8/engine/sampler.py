@@ -224,6 +224,8 @@ def _report_logprobs(
     reports: list[dict[int, Logprob] | None] = [None] * len(states)
     counts = [state.params.logprobs for state in states]
     rows = [i for i, count in enumerate(counts) if sound[i] and count is not None]
+    if not rows:
+        return reports
     entries = token_logprobs(
         logits[rows], [chosen[i] for i in rows], [counts[i] or 0 for i in rows]
     )

@@ -90,6 +90,10 @@ class OperationStruct(ctypes.Structure):
     _fields_ = (("arguments", ctypes.c_void_p), ("kind", ctypes.c_int64))
 
 
+# Products of more rows are torch's, which repacks the weight each time and multiplies faster then.
+# Where they meet was measured: between 64 and some hundreds, whatever the instruction set.
+MOST_ROWS: Final = 64
+
 Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct
 _KINDS: Final[dict[type, int]] = {
     LinearStruct: 0,
@@ -117,14 +121,6 @@ class OperationList:
     def run(self, num_rows: int, num_threads: int) -> None:
         """Run them over T = ``num_rows`` rows."""
         self._run(self._list, self._count, num_rows, num_threads)
-
-
-def most_rows(kernels: CpuKernels) -> int:
-    """Return up to how many rows a product is fast here.
-
-    With more, torch is faster: it repacks the weight each time, but multiplies faster then.
-    """
-    return int(kernels.library.kv8_linear_most_rows())
 
 
 def run_one(kernels: CpuKernels, operation: Operation, num_rows: int) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kv8.kernels.cpu import FORMAT_NUMBERS, CpuKernels
+from kv8.kernels.cpu import FORMAT_NUMBERS
 from kv8.kernels.step import (
+    MOST_ROWS,
     LinearStruct,
     NormStruct,
     Operation,
@@ -13,7 +14,6 @@ from kv8.kernels.step import (
     RotaryStruct,
     gate_struct,
     linear_struct,
-    most_rows,
     scratch_size,
 )
 from kv8.models.decoder_parts import Norm
@@ -25,36 +25,38 @@ class Workspace:
     """Memory the layers of one model share while they compute few rows.
 
     Args:
-        kernels: the native operations.
         dtype: of the model.
-
-    Attributes:
-        most_rows: how many rows are few.
     """
 
-    def __init__(self, kernels: CpuKernels, dtype: torch.dtype) -> None:
-        self.most_rows = most_rows(kernels)
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
+        self._angles: tuple[Sequence[torch.Tensor] | None, list[torch.Tensor]] = (None, [])
 
     def rows(self, name: str, width: int) -> torch.Tensor:
-        """Return a tensor [most_rows, width], the same for the same name and width."""
+        """Return a tensor [MOST_ROWS, width], the same for the same name and width."""
         key = (name, width)
         if key not in self._tensors:
-            self._tensors[key] = torch.zeros(self.most_rows, width, dtype=self._dtype)
+            self._tensors[key] = torch.zeros(MOST_ROWS, width, dtype=self._dtype)
         return self._tensors[key]
 
     def scratch(self, num_inputs: int) -> torch.Tensor:
         """Return what a product of rows ``num_inputs`` wide needs besides, float32."""
         key = ("scratch", num_inputs)
         if key not in self._tensors:
-            size = scratch_size(self.most_rows, num_inputs)
+            size = scratch_size(MOST_ROWS, num_inputs)
             self._tensors[key] = torch.zeros(size, dtype=torch.float32)
         return self._tensors[key]
 
+    def angles(self, cos_sin: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return cosines and sines as [T, rotary]; most layers of a step get the same."""
+        if self._angles[0] is not cos_sin:
+            self._angles = (cos_sin, [angles(table) for table in cos_sin])
+        return self._angles[1]
+
 
 class FewRows:
-    """Computes one layer over at most `Workspace.most_rows` rows.
+    """Computes one layer over at most `MOST_ROWS` rows.
 
     The operations are described once, over the workspace; with each call only the addresses of
     tensors change that others hold. Weights are described by address too: they may be written to,
@@ -84,9 +86,8 @@ class FewRows:
         """
         layer, num_rows, threads = self._layer, x.shape[0], torch.get_num_threads()
         self._first.x = self._joined.residual = x.data_ptr()
-        tables = [angles(table) for table in cos_sin] if cos_sin is not None else []
-        if self._rotary is not None:
-            cos, sin = tables
+        if self._rotary is not None and cos_sin is not None:
+            cos, sin = self._space.angles(cos_sin)
             self._rotary.cos, self._rotary.sin = cos.data_ptr(), sin.data_ptr()
             self._rotary.rotary = cos.shape[1]
             self._rotary.angle_dtype = FORMAT_NUMBERS[cos.dtype]

@@ -89,7 +89,7 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
         except ImportError as error:
             logger.debug("The model computes as transformers wrote it: %s", error)
             return
-    fusion, workspace = Fusion(), Workspace(kernels, model.dtype)
+    fusion, workspace = Fusion(), Workspace(model.dtype)
     num_layers, taken = _fuse_layers(model, fusion, kernels, workspace)
     num_linears = num_norms = 0
     for module in model.module.modules():

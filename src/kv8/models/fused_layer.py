@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kv8.kernels.step import gate_struct, run_one
+from kv8.kernels.step import MOST_ROWS, gate_struct, run_one
 from kv8.models.decoder_parts import Norm
 from kv8.models.few_rows import FewRows, Workspace
 from kv8.models.layer_operations import LayerOperations, angles
@@ -27,7 +27,6 @@ class FusedLayer:
 
     def __init__(self, layer: LayerOperations, workspace: Workspace) -> None:
         self._layer = layer
-        self._most_rows = workspace.most_rows
         self._few = FewRows(layer, workspace)
 
     def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
@@ -40,7 +39,7 @@ class FusedLayer:
             raise self._layer.binding.refuse("brings an attention mask of its own")
         cos_sin = keywords["position_embeddings"] if self._layer.rotates else None
         x = hidden_states[0].contiguous()
-        run = self._few.run if x.shape[0] <= self._most_rows else self._run_many
+        run = self._few.run if x.shape[0] <= MOST_ROWS else self._run_many
         return run(x, cos_sin).unsqueeze(0)
 
     def _run_many(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:

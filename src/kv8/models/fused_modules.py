@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import linear_struct, norm_struct, run_one
+from kv8.kernels.step import MOST_ROWS, linear_struct, norm_struct, run_one
 from kv8.models.decoder_parts import Norm
 from kv8.models.few_rows import Workspace
 
@@ -17,7 +17,6 @@ class FusedLinear:
 
     def __init__(self, module: nn.Linear, kernels: CpuKernels, workspace: Workspace) -> None:
         self._module, self._kernels, self._workspace = module, kernels, workspace
-        self._most_rows = workspace.most_rows
         self._scratch = workspace.scratch(module.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,7 +24,7 @@ class FusedLinear:
         weight, bias = self._module.weight, self._module.bias
         rows = x.reshape(-1, x.shape[-1])
         num_rows = rows.shape[0]
-        if not 0 < num_rows <= self._most_rows or rows.dtype != weight.dtype or rows.stride(1) != 1:
+        if not 0 < num_rows <= MOST_ROWS or rows.dtype != weight.dtype or rows.stride(1) != 1:
             return nn.functional.linear(x, weight, bias)
         out = torch.empty(num_rows, weight.shape[0], dtype=x.dtype)
         operation = linear_struct(weight, bias, rows, out, self._scratch)
