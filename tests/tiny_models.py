@@ -143,7 +143,9 @@ def make_config(family: str = T4, **overrides: Any) -> Any:
 
 def make_model(config: Any, *, seed: int = 2) -> Any:
     """Return a model of ``config`` with weights drawn from ``seed``, in float32, for evaluation."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # some families draw biases and sinks themselves
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

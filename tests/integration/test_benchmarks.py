@@ -116,7 +116,7 @@ def test_markdown_is_a_page_with_conditions() -> None:
     page = kv8("bench", "kernels", *words).out
     assert "| decode attention | 1 | 64 | fp8_e4m3 |" in page
     assert "| `decode_attention_fp8_over_bf16` |" in page
-    assert "Command: `kv8" in page
+    assert f"Command: `kv8 bench kernels {' '.join(map(str, words))}`" in page
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from kv8._version import __version__
-from kv8.cli.argv import normalise
+from kv8.cli.argv import given_words, normalise
 from kv8.cli.bench import LIST_FLAGS as BENCH_LIST_FLAGS
 from kv8.cli.bench import make_bench
 from kv8.cli.chat import chat
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(make_app())
     try:
         words = normalise(argv, flags=_all_flags(command), lists=LIST_FLAGS)
-        code = int(command.main(words, prog_name="kv8", standalone_mode=False) or 0)
+        with given_words(argv):
+            code = int(command.main(words, prog_name="kv8", standalone_mode=False) or 0)
         return _interrupted() if code == _INTERRUPTED else code
     except KV8Error as error:
         return _fail(argv, str(error), error.exit_code)

@@ -6,11 +6,29 @@ spelled with ``_`` or with ``-``.
 
 import re
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from kv8.errors import RequestError
 
+_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 _NUMBER = re.compile(r"-\d+(-\d+)?(,.*)?")  # -1 is a layer, not a flag
+
+
+@contextmanager
+def given_words(argv: Sequence[str]) -> Iterator[None]:
+    """Keep ``argv`` for commands that say how they were called, as `words_given`."""
+    token = _given.set(tuple(argv))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def words_given() -> tuple[str, ...]:
+    """Return the arguments of the command that runs, as the user wrote them."""
+    return _given.get()
 
 
 def normalise(argv: Sequence[str], *, flags: Collection[str], lists: Collection[str]) -> list[str]:

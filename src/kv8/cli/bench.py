@@ -1,10 +1,10 @@
 """``kv8 bench WHAT``: how fast kv8 is here, beside what this machine would allow."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kv8.cli.argv import words_given
 from kv8.cli.options_view import engine_flags, with_flags
 from kv8.cli.output import output_flags, say, say_json, start_logging
 from kv8.errors import RequestError
@@ -83,7 +83,7 @@ def latency(  # noqa: PLR0913 - one a flag
         options=engine,
         repeats=repeats,
         seed=seed,
-        command=_command(),
+        command=["kv8", *words_given()],
     )
     _print(report, output, markdown=markdown)
 
@@ -124,7 +124,7 @@ def throughput(  # noqa: PLR0913 - one a flag
         options=engine,
         repeats=repeats,
         seed=seed,
-        command=_command(),
+        command=["kv8", *words_given()],
     )
     _print(report, output, markdown=markdown)
 
@@ -164,7 +164,7 @@ def kernels(  # noqa: PLR0913 - one a flag
         contexts=contexts,
         repeats=repeats,
         seed=seed,
-        command=_command(),
+        command=["kv8", *words_given()],
     )
     _print(report, output, markdown=markdown)
 
@@ -188,7 +188,7 @@ def startup(
     _begin(output, threads)
     from kv8.bench.startup import bench_startup
 
-    report = bench_startup(model, engine, repeats=repeats, command=_command())
+    report = bench_startup(model, engine, repeats=repeats, command=["kv8", *words_given()])
     _print(report, output, markdown=markdown)
 
 
@@ -201,10 +201,6 @@ def _begin(output: dict[str, Any], threads: int | None) -> None:
 
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that are started
-
-
-def _command() -> list[str]:
-    return ["kv8", *sys.argv[1:]]
 
 
 def _parse_workload(text: str) -> tuple[int, int]:
