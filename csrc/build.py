@@ -25,10 +25,10 @@ ISA_FLAGS = {
 }
 # Where a sum follows a product, both are rounded, as torch's separate operations do.
 SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}
-# Tiles of bfloat16, where compiler and system know them: a part of the avx512 build, in a file of
-# its own that is entered only on a CPU that has the unit.
-AMX_SOURCE = "linear_amx.cpp"
-AMX_FLAGS = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16", "-DKV8_ISA=amx"]
+# Dot products and tiles of bfloat16, where compiler and system know them: variants of some sources of
+# the avx512 build, entered only on a CPU that has the unit.
+BF16_FLAGS = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+AMX_FLAGS = [*BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]
 # No flag here lets a compiler reorder sums or forget about NaN; these two only let it ignore errno
 # and floating-point exception flags, which nobody reads.
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
@@ -58,9 +58,9 @@ def build(output: Path, *, sanitize: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags += _openmp_flags(compiler, Path(folder))
         target_flags = ["-DKV8_X86"] if x86 else []
-        amx = x86 and sys.platform == "linux" and _compiles(compiler, AMX_FLAGS, Path(folder))
-        if amx:
-            flags.append("-DKV8_AMX")
+        bf16 = x86 and _compiles(compiler, BF16_FLAGS, Path(folder))
+        amx = bf16 and sys.platform == "linux" and _compiles(compiler, AMX_FLAGS, Path(folder))
+        flags += [f"-DKV8_{unit}" for unit, there in (("BF16", bf16), ("AMX", amx)) if there]
         jobs = [(f"{name}.cpp", f"{name}.o", target_flags) for name in ("dispatch", "step")]
         for isa, isa_flags in ISA_FLAGS.items():
             if isa == "plain" or x86:
@@ -68,9 +68,13 @@ def build(output: Path, *, sanitize: bool = False) -> None:
                     target = f"{Path(source).stem}-{isa}.o"
                     source_flags = SOURCE_FLAGS.get(source, [])
                     jobs.append((source, target, [f"-DKV8_ISA={isa}", *isa_flags, *source_flags]))
-
+        if bf16:
+            bf16_flags = ["-DKV8_ISA=avx512bf16", *BF16_FLAGS]
+            jobs.append(("attend.cpp", "attend-avx512bf16.o", bf16_flags))
         if amx:
-            jobs.append((AMX_SOURCE, "amx.o", AMX_FLAGS))
+            for source in ("attend.cpp", "linear_amx.cpp"):
+                target = f"{Path(source).stem}-amx.o"
+                jobs.append((source, target, ["-DKV8_ISA=amx", *AMX_FLAGS]))
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, target, more = job

@@ -14,13 +14,23 @@ KV8_DECLARE(plain)
 #if defined(KV8_X86)
 KV8_DECLARE(avx2)
 KV8_DECLARE(avx512)
+KV8_DECLARE(avx512bf16)
+KV8_DECLARE(amx)
 #endif
 
 namespace {
 
-enum Isa : int32_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+enum Isa : int32_t { kPlain = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 #if defined(KV8_X86)
+bool has_bfloat16() {
+#if defined(KV8_BF16)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 bool has_matrix_unit() {
 #if defined(KV8_AMX)
   return kv8::amx::available();
@@ -36,7 +46,7 @@ int32_t best_isa() {
   if (__builtin_cpu_supports("avx512vbmi") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq"))
-    return has_matrix_unit() ? kAmx : kAvx512;
+    return !has_bfloat16() ? kAvx512 : has_matrix_unit() ? kAmx : kAvx512Bf16;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
 #endif
   return kPlain;
@@ -65,6 +75,12 @@ int64_t kv8_store_run(const kv8_store* store, int32_t num_threads) {
 }
 
 int64_t kv8_attend_run(const kv8_attend* attend, int32_t num_threads) {
+#if defined(KV8_AMX)
+  if (isa_in_use == kAmx) return kv8::amx::attend(*attend, num_threads);
+#endif
+#if defined(KV8_BF16)
+  if (isa_in_use == kAvx512Bf16) return kv8::avx512bf16::attend(*attend, num_threads);
+#endif
 #if defined(KV8_X86)
   if (isa_in_use >= kAvx512) return kv8::avx512::attend(*attend, num_threads);
   if (isa_in_use == kAvx2) return kv8::avx2::attend(*attend, num_threads);

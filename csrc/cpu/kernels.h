@@ -75,8 +75,9 @@ struct kv8_attend {
 KV8_EXPORT int64_t kv8_store_run(const kv8_store* store, int32_t num_threads);
 KV8_EXPORT int64_t kv8_attend_run(const kv8_attend* attend, int32_t num_threads);
 
-// The build in use: 0 plain C++, 1 AVX2, 2 AVX-512 with VBMI, 3 that and AMX. kv8_use_isa chooses
-// another one, for tests; it returns what is in use, which differs where the CPU cannot.
+// The build in use: 0 plain C++, 1 AVX2, 2 AVX-512 with VBMI, 3 that and bfloat16 dot products, 4 that
+// and AMX. kv8_use_isa chooses another one, for tests; it returns what is in use, which differs where
+// the CPU or the compiler cannot.
 KV8_EXPORT int32_t kv8_isa(void);
 KV8_EXPORT int32_t kv8_use_isa(int32_t isa);
 }

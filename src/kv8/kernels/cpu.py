@@ -18,7 +18,13 @@ from kv8.kernels.openmp import openmp_runtimes, share_openmp_runtime
 logger = logging.getLogger(__name__)
 
 LIBRARY: Final = Path(__file__).with_name("libkv8_cpu.so")
-ISA_NAMES: Final = ("plain C++", "AVX2", "AVX-512 with VBMI", "AVX-512 with AMX")
+ISA_NAMES: Final = (
+    "plain C++",
+    "AVX2",
+    "AVX-512 with VBMI",
+    "AVX-512 with bfloat16",
+    "AVX-512 with AMX",
+)
 MAX_HEAD_DIM: Final = 512
 
 # Numbers of kv8_format, by the torch dtype of codes and tensors.

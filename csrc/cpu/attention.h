@@ -1,0 +1,275 @@
+// The attention of one piece (plan.h) of a batch: its queries, its tiles, its output.
+#pragma once
+
+#include "arena.h"
+#include "plan.h"
+#include "tile_float.h"
+#if defined(__AVX512BF16__)
+#include "tile_pairs.h"
+#endif
+
+namespace kv8::KV8_ISA {
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 hold these formats without loss; the others have too many digits.
+template <class Code>
+using Products = std::conditional_t<std::is_same_v<Code, Float16> || std::is_same_v<Code, Float32>,
+                                    FloatProducts<Code>, PairProducts<Code>>;
+#else
+template <class Code>
+using Products = FloatProducts<Code>;
+#endif
+
+// One thread's memory for a piece of up to R rows.
+template <class Code>
+struct Workspace {
+  using Tile = Products<Code>;
+  typename Tile::Session session;  // the thread's use of the unit that multiplies
+  Tile products;
+  float* multipliers;  // [R], from a dot product to a logit
+  float* dots;         // [R, kTile] of the rows that go through a tile together
+  float* part;         // Sums of the current split
+  float* total;        // Sums of all splits before it
+
+  Workspace(Arena& arena, int rows, int head_dim, Parts parts)
+      : products(arena, rows, head_dim, parts),
+        multipliers(arena.take<float>(rows)),
+        dots(arena.take<float>(static_cast<int64_t>(kTile) * min(rows, Tile::kBlockRows))),
+        part(arena.take<float>(Sums::floats(rows, head_dim))),
+        total(arena.take<float>(Sums::floats(rows, head_dim))) {}
+};
+
+template <class Code>
+class Attention {
+ public:
+  Attention(const kv8_attend& attend, const Plan& plan)
+      : a_(attend), cache_(*attend.cache), plan_(plan), head_dim_(attend.cache->head_dim) {
+    logits_.round_weights = attend.q_scale != nullptr;
+    logits_.cap = attend.softcap * kLog2E;
+  }
+
+  // As many as the query's type has digits for, and one for what was rounded to e4m3.
+  static Parts parts(const kv8_attend& attend) {
+    if (attend.q_scale != nullptr) return {1, 1};
+    const auto dtype = static_cast<Format>(attend.query.dtype);
+    if (dtype == Format::kFloat32) return {3, 3};
+    return {dtype == Format::kBFloat16 ? 1 : 2, 2};
+  }
+
+  // What a piece's rows sum up to: split by split into `records` if other pieces have their share,
+  // else finished to the output. `maxima` [R] are the rows' known maxima, or null.
+  void attend(const Piece& piece, Workspace<Code>& work, float* records, const float* maxima) const {
+    const int rows = num_rows(piece);
+    const bool alone = records == nullptr;
+    pack_queries(piece, work);
+    Sums part(alone ? work.part : records, rows, head_dim_);
+    const Sums total(work.total, rows, head_dim_);
+    start_sums(part, rows, maxima);
+    if (alone) start_sums(total, rows, maxima);
+    for_tiles(piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
+      add_tile(piece, work, first_key, tile, next, part);
+      const int end_key = first_key + kTile;
+      if (end_key % kSplit != 0 || end_key >= piece.end_key) return;
+      if (alone) {
+        merge(total, part, rows, head_dim_);
+      } else {
+        records += record_floats();
+        part = Sums(records, rows, head_dim_);
+      }
+      start_sums(part, rows, maxima);
+    });
+    if (alone) {
+      merge(total, part, rows, head_dim_);
+      finish(piece, total);
+    }
+  }
+
+  // The maxima of a piece's rows over its keys, whole numbers; [R].
+  void find_maxima(const Piece& piece, Workspace<Code>& work, float* maxima) const {
+    const int rows = num_rows(piece);
+    pack_queries(piece, work);
+    for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
+    for_tiles(piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
+      work.products.load_keys(tile, next);
+      for_blocks(rows, [&](int start, int count) {
+        work.products.multiply_keys(start, count, work.dots);
+        for (int r = start; r < start + count; ++r) {
+          const KeyRange visible = visible_to(piece, r, first_key, tile);
+          TileOfWeights unused;
+          const float largest = __builtin_ceilf(
+              row_logits(work.dots + (r - start) * kTile, work.multipliers[r], logits_,
+                         visible.first, visible.end, unused));
+          if (largest > maxima[r]) maxima[r] = largest;
+        }
+      });
+    });
+  }
+
+  // Merge the records of a group in the order of their keys, and write the output.
+  void finish_group(const Piece& first, float* records, Workspace<Code>& work) const {
+    const int rows = num_rows(first);
+    const Sums total(work.total, rows, head_dim_);
+    total.clear(rows, head_dim_);
+    for (int i = 0; i < first.num_records; ++i)
+      merge(total, Sums(records + i * record_floats(), rows, head_dim_), rows, head_dim_);
+    finish(first, total);
+  }
+
+  int64_t record_floats() const { return (Sums::floats(plan_.max_rows(), head_dim_) + 15) / 16 * 16; }
+  int num_rows(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
+
+ private:
+  // Row r of a piece: token r / G, head r % G of its kv head.
+  int64_t token_row(const Piece& piece, int r) const {
+    return a_.query_starts[piece.sequence] + piece.first_token + r / plan_.queries_per_kv;
+  }
+  int head(const Piece& piece, int r) const {
+    return piece.kv_head * plan_.queries_per_kv + r % plan_.queries_per_kv;
+  }
+
+  // Keys of a tile that row r sees, counted from the tile's first.
+  KeyRange visible_to(const Piece& piece, int r, int first_key, const TileRows& tile) const {
+    const int position =
+        plan_.position(piece.sequence, piece.first_token + r / plan_.queries_per_kv);
+    const int first = plan_.first_visible(position) - first_key, end = position + 1 - first_key;
+    return {first > tile.first ? first : tile.first, end < tile.end ? end : tile.end};
+  }
+
+  void start_sums(const Sums& sums, int rows, const float* maxima) const {
+    sums.clear(rows, head_dim_);
+    if (maxima != nullptr) std::memcpy(sums.maxima, maxima, sizeof(float) * static_cast<size_t>(rows));
+  }
+
+  // Widen a piece's query rows, rounded to e4m3 codes in FP8 attention.
+  void pack_queries(const Piece& piece, Workspace<Code>& work) const {
+    work.products.begin(num_rows(piece), piece.num_tokens == 1);
+    for (int r = 0; r < num_rows(piece); ++r) {
+      const int h = head(piece, r);
+      const uint8_t* row = static_cast<const uint8_t*>(a_.query.data) +
+                           token_row(piece, r) * a_.query.token_stride + h * a_.query.head_stride;
+      float multiplier = a_.softmax_scale;
+      if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[piece.kv_head];
+      if (a_.q_scale != nullptr) multiplier *= a_.q_scale[h];
+      work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
+      float out[kMaxHeadDim];
+      widen_row(row, out);
+      for (int d = 0; d < head_dim_ && a_.q_scale != nullptr; ++d)
+        out[d] = E4M3::decode(E4M3::encode_saturating(out[d] / a_.q_scale[h]));
+      work.products.set_query(r, out);
+    }
+  }
+
+  void widen_row(const uint8_t* row, float* out) const {
+    with_format(static_cast<Format>(a_.query.dtype), [&](auto format) {
+      using From = decltype(format);
+      for (int d = 0; d < head_dim_; ++d) {
+        typename From::Code code;
+        std::memcpy(&code, row + static_cast<size_t>(d) * sizeof code, sizeof code);
+        out[d] = From::decode(code);
+      }
+    });
+  }
+
+  // Call work(position of the tile's first key, the tile, the one after it) for a piece's tiles.
+  template <class Work>
+  void for_tiles(const Piece& piece, Work&& work) const {
+    TileRows tiles[2];
+    const int first = piece.first_key / kTile, last = (piece.end_key - 1) / kTile;
+    locate(piece, first * kTile, tiles[first & 1]);
+    for (int t = first; t <= last; ++t) {
+      if (t < last) locate(piece, (t + 1) * kTile, tiles[(t + 1) & 1]);
+      work(t * kTile, tiles[t & 1], tiles[(t < last ? t + 1 : t) & 1]);
+    }
+  }
+
+  void locate(const Piece& piece, int first_key, TileRows& tile) const {
+    const int32_t* table = a_.block_table + piece.sequence * a_.table_width;
+    const int64_t row_bytes = head_dim_ * static_cast<int64_t>(sizeof(typename Code::Code));
+    tile.first = piece.first_key > first_key ? piece.first_key - first_key : 0;
+    tile.end = piece.end_key - first_key < kTile ? piece.end_key - first_key : kTile;
+    tile.hide_outside({tile.first, tile.end});
+    int i = tile.first;
+    while (i < tile.end) {
+      const int64_t block = table[(first_key + i) / cache_.block_size];
+      int offset = (first_key + i) % cache_.block_size;
+      const int64_t in_block =
+          (static_cast<int64_t>(piece.kv_head) * cache_.block_size + offset) * row_bytes;
+      const uint8_t* k =
+          static_cast<const uint8_t*>(cache_.k_codes) + block * cache_.k_block_stride + in_block;
+      const uint8_t* v =
+          static_cast<const uint8_t*>(cache_.v_codes) + block * cache_.v_block_stride + in_block;
+      for (; offset < cache_.block_size && i < tile.end; ++offset, ++i) {
+        tile.k[i] = k, tile.v[i] = v;
+        k += row_bytes, v += row_bytes;
+      }
+    }
+  }
+
+  // Call work(first row, how many) for the rows that go through a tile together.
+  template <class Work>
+  static void for_blocks(int rows, Work&& work) {
+    constexpr int kMost = Products<Code>::kBlockRows;
+    for (int start = 0; start < rows; start += kMost) work(start, min(rows - start, kMost));
+  }
+
+  void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, const TileRows& tile,
+                const TileRows& next, const Sums& sums) const {
+    auto visible = [&](int r) { return visible_to(piece, r, first_key, tile); };
+    work.products.load_keys(tile, next);
+    for_blocks(num_rows(piece), [&](int start, int count) {
+      work.products.multiply_keys(start, count, work.dots);
+      // Here, because a matrix unit multiplies meanwhile.
+      if (start == 0) work.products.load_values(tile, next);
+      for (int r = start; r < start + count; ++r) {
+        const KeyRange keys = visible(r);
+        TileOfWeights weights;
+        soften(work.dots + (r - start) * kTile, work.multipliers[r], logits_, keys.first, keys.end,
+               sums, r, head_dim_, weights);
+        work.products.set_weights(r, weights);
+      }
+      work.products.add_values(start, count, visible, sums.values);
+    });
+  }
+
+  // Divide by the softmax's denominator, put values in order, and write them.
+  void finish(const Piece& piece, const Sums& sums) const {
+    for (int r = 0; r < num_rows(piece); ++r) {
+      const int h = head(piece, r);
+      float weight = 0.0f;
+      for (int i = 0; i < kLanes; ++i) weight += sums.weights[r * kLanes + i];
+      if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[h] * kLog2E - sums.maxima[r]);
+      if (logits_.round_weights) weight *= kWeightSteps;
+      const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[piece.kv_head];
+      const float* row = sums.values + static_cast<int64_t>(r) * padded(head_dim_);
+      float values[kMaxHeadDim];
+      for (int d = 0; d < head_dim_; ++d)
+        values[d] = row[Products<Code>::lane_of(d)] / weight * v_scale;
+      write(values, static_cast<uint8_t*>(a_.output.data) +
+                        token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
+    }
+  }
+
+  void write(const float* values, uint8_t* out) const {
+    switch (static_cast<Format>(a_.output.dtype)) {
+      case Format::kBFloat16: return write_as<BFloat16>(values, out);
+      case Format::kFloat16: return write_as<Float16>(values, out);
+      default: return write_as<Float32>(values, out);
+    }
+  }
+
+  template <class To>
+  void write_as(const float* values, uint8_t* out) const {
+    for (int d = 0; d < head_dim_; ++d) {
+      const auto code = static_cast<typename To::Code>(To::encode(values[d]));
+      std::memcpy(out + d * sizeof code, &code, sizeof code);
+    }
+  }
+
+  const kv8_attend& a_;
+  const kv8_cache& cache_;
+  const Plan& plan_;
+  const int head_dim_;
+  Logits logits_;
+};
+
+}  // namespace kv8::KV8_ISA

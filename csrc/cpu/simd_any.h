@@ -1,0 +1,124 @@
+// AVX2, and the compiler's own vectors for any machine (ARM included). Part of simd.h.
+#pragma once
+
+namespace kv8::KV8_ISA {
+
+#if defined(__AVX2__)
+constexpr int kLanes = 8, kRows = 4, kColumns = 2;
+#else
+constexpr int kLanes = 4, kRows = 4, kColumns = 2;
+#endif
+typedef float F32 __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
+
+template <class Vector>
+KV8_INLINE Vector load_any(const void* p) {
+  Vector x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+KV8_INLINE F32 load(const float* p) { return load_any<F32>(p); }
+KV8_INLINE U32 load_words(const void* p) { return load_any<U32>(p); }
+KV8_INLINE void store(float* p, F32 x) { std::memcpy(p, &x, sizeof x); }
+KV8_INLINE void store_words(void* p, U32 x) { std::memcpy(p, &x, sizeof x); }
+KV8_INLINE F32 splat(float x) { return x - F32{}; }
+KV8_INLINE U32 splat_word(uint32_t x) { return x - U32{}; }
+KV8_INLINE U32 bits_of(F32 x) { return (U32)x; }  // casts between vectors keep their bits
+KV8_INLINE F32 float_of(U32 x) { return (F32)x; }
+KV8_INLINE F32 select(I32 where, F32 a, F32 b) {
+  const U32 mask = (U32)where;
+  return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+}
+KV8_INLINE F32 max(F32 a, F32 b) { return select(a > b, a, b); }
+
+KV8_INLINE float reduce_max(F32 x) {
+  float largest = x[0];
+  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+}
+
+KV8_INLINE I32 lane_numbers() {
+  I32 lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane;
+}
+
+KV8_INLINE F32 keep_lanes(F32 x, int first, int end, F32 other) {
+  const I32 lane = lane_numbers();
+  return select((lane >= first) & (lane < end), x, other);
+}
+
+KV8_INLINE U32 load_some(const void* p, int words) {
+  if (words >= kLanes) return load_words(p);
+  U32 x{};
+  std::memcpy(&x, p, 4 * static_cast<size_t>(words));
+  return x;
+}
+
+KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
+  const I32 counts = ~(e < -100.0f);
+  const F32 exponent = max(splat(-100.0f), e);  // a NaN stays: whatever it gives, x is NaN too
+  F32 power;
+  for (int i = 0; i < kLanes; ++i) {
+    const float whole = exponent[i] < 127.0f ? exponent[i] : 127.0f;
+    power[i] = kv8::KV8_ISA::float_of(static_cast<uint32_t>(static_cast<int>(whole) + 127) << 23);
+  }
+  return select(counts, x * power, splat(0.0f));
+}
+
+KV8_INLINE F32 round_to_whole(F32 x) {
+  // Numbers this large are whole; adding one drops the fraction of smaller ones.
+  const F32 large = splat(12582912.0f);  // 1.5 * 2**23
+  const I32 small = (x < 4194304.0f) & (x > -4194304.0f);
+  return select(small, (x + large) - large, x);
+}
+
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i) {
+    const U32 row = load_some(p[i], words);
+    for (int j = 0; j < kLanes; ++j) r[j][i] = row[j];
+  }
+}
+
+#if defined(__AVX2__)
+KV8_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+KV8_INLINE F32 lookup(const float* table, U32 index) {
+  return _mm256_i32gather_ps(table, (__m256i)index, 4);
+}
+#else
+KV8_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
+KV8_INLINE F32 lookup(const float* table, U32 index) {
+  F32 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = table[index[i]];
+  return x;
+}
+#endif
+
+template <class Code>
+struct Widen {
+  const float* value = ValueTable<Code>::get().value;
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    for (int i = 0; i < 4; ++i) out[i] = lookup(value, (word >> (8 * i)) & 0xffu);
+  }
+};
+
+template <>
+struct Widen<BFloat16> {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    out[0] = float_of(word << 16);
+    out[1] = float_of(word & 0xffff0000u);
+  }
+};
+
+template <>
+struct Widen<Float16> {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    for (int i = 0; i < kLanes; ++i) {
+      out[0][i] = Float16::decode(word[i] & 0xffffu);
+      out[1][i] = Float16::decode(word[i] >> 16);
+    }
+  }
+};
+
+}  // namespace kv8::KV8_ISA

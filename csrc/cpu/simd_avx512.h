@@ -1,0 +1,130 @@
+// AVX-512 with VBMI: FP8 codes are looked up in registers. Part of simd.h.
+#pragma once
+
+namespace kv8::KV8_ISA {
+
+constexpr int kLanes = 16, kRows = 6, kColumns = 4;
+using F32 = __m512;
+using U32 = __m512i;
+
+KV8_INLINE F32 load(const float* p) { return _mm512_loadu_ps(p); }
+KV8_INLINE U32 load_words(const void* p) { return _mm512_loadu_si512(p); }
+KV8_INLINE void store(float* p, F32 x) { _mm512_storeu_ps(p, x); }
+KV8_INLINE void store_words(void* p, U32 x) { _mm512_storeu_si512(p, x); }
+KV8_INLINE F32 splat(float x) { return _mm512_set1_ps(x); }
+KV8_INLINE U32 splat_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+KV8_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+KV8_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+KV8_INLINE float reduce_max(F32 x) { return _mm512_reduce_max_ps(x); }
+KV8_INLINE F32 round_to_whole(F32 x) { return _mm512_roundscale_ps(x, 8); }
+
+// x * 2**e for whole numbers e; zero from 2**-100 down, so that nothing gets to be subnormal.
+KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
+  const __mmask16 counts = _mm512_cmp_ps_mask(e, splat(-100.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(counts, x, e);
+}
+
+// Lanes first <= i < end of x, `other` elsewhere.
+KV8_INLINE F32 keep_lanes(F32 x, int first, int end, F32 other) {
+  const U32 lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 kept = _mm512_cmpge_epi32_mask(lane, splat_word(static_cast<uint32_t>(first))) &
+                         _mm512_cmplt_epi32_mask(lane, splat_word(static_cast<uint32_t>(end)));
+  return _mm512_mask_blend_ps(kept, other, x);
+}
+
+// The first `words` words at p, zeros after them.
+KV8_INLINE U32 load_some(const void* p, int words) {
+  if (words >= kLanes) return load_words(p);
+  return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << words) - 1), p);
+}
+
+KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
+KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
+
+// Word j of the first `words` words at p[i] becomes word i of r[j].
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+  U32 t[kLanes];
+  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const U32 a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    const U32 b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    const U32 c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    const U32 d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(a, c, 0x88), t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+  for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// Upper and lower bytes of the bfloat16 that each FP8 code without its sign stands for.
+template <class Code>
+struct ByteTable {
+  alignas(64) uint8_t upper[128];
+  alignas(64) uint8_t lower[128];
+  ByteTable() {
+    for (uint32_t code = 0; code < 128; ++code) {
+      const uint32_t bits = kv8::KV8_ISA::bits_of(Code::decode(code));
+      upper[code] = static_cast<uint8_t>(bits >> 24);
+      lower[code] = static_cast<uint8_t>(bits >> 16);
+    }
+  }
+  static const ByteTable& get() {
+    static const ByteTable table;
+    return table;
+  }
+};
+
+// Codes to float32, exact: one vector for each code of a word, in their order.
+template <class Code>
+struct Widen {
+  U32 upper0, upper1, lower0, lower1;
+  Widen() {
+    const ByteTable<Code>& table = ByteTable<Code>::get();
+    upper0 = load_words(table.upper), upper1 = load_words(table.upper + 64);
+    lower0 = load_words(table.lower), lower1 = load_words(table.lower + 64);
+  }
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    const U32 sign = _mm512_set1_epi8(static_cast<char>(0x80));
+    const U32 low_bytes = _mm512_set1_epi16(0x00ff), upper_half = splat_word(0xffff0000u);
+    const U32 lower = _mm512_permutex2var_epi8(lower0, word, lower1);
+    U32 upper = _mm512_permutex2var_epi8(upper0, word, upper1);
+    upper = _mm512_ternarylogic_epi64(upper, word, sign, 0xf8);  // upper | (word & sign)
+    // As bfloat16 pairs, codes 0 and 2, then 1 and 3: (a & low_bytes) | (b & ~low_bytes).
+    const U32 even =
+        _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
+    const U32 odd =
+        _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
+    out[0] = float_of(_mm512_slli_epi32(even, 16));
+    out[1] = float_of(_mm512_slli_epi32(odd, 16));
+    out[2] = float_of(_mm512_and_si512(even, upper_half));
+    out[3] = float_of(_mm512_and_si512(odd, upper_half));
+  }
+};
+
+template <>
+struct Widen<BFloat16> {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    out[0] = float_of(_mm512_slli_epi32(word, 16));
+    out[1] = float_of(_mm512_and_si512(word, splat_word(0xffff0000u)));
+  }
+};
+
+template <>
+struct Widen<Float16> {
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    out[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word));
+    out[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16)));
+  }
+};
+
+}  // namespace kv8::KV8_ISA
