@@ -50,6 +50,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
   plan.make(nullptr);
   const Attention<Code> attention(attend, plan);
   const int rows = plan.max_rows(), head_dim = attend.cache->head_dim;
+  const int64_t stride = static_cast<int64_t>(rows) * attend.cache->num_kv_heads;
   // FP8 attention rounds a row's weights relative to its maximum, which must be the final one.
   const bool maxima_first = attend.q_scale != nullptr;
   const Parts parts = Attention<Code>::parts(attend);
@@ -62,28 +63,33 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     return scratch.records + piece.first_record * attention.record_floats();
   };
 
+  // The heads of some keys lie side by side: one thread should read them all, one after the other.
+  const int64_t heads = attend.cache->num_kv_heads;
+  const int64_t turn = plan.num_pieces < 8 * heads * num_threads ? 1 : heads < 4 ? heads : 4;
+  auto next_of = [&](int64_t i) { return pieces[i + 1 < plan.num_pieces ? i + 1 : i]; };
+
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Arena arena{scratch.workspaces + scratch.workspace_bytes * thread_number()};
     Workspace<Code> work(arena, rows, head_dim, parts);
     if (maxima_first) {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, turn)
       for (int64_t i = 0; i < plan.num_pieces; ++i)
-        attention.find_maxima(pieces[i], work, scratch.piece_maxima + i * rows);
+        attention.find_maxima(pieces[i], next_of(i), work, scratch.piece_maxima + i * rows);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < plan.num_pieces; ++i) {
         const float* of_pieces = scratch.piece_maxima + pieces[i].first_of_group * rows;
         for (int r = 0; r < attention.num_rows(pieces[i]); ++r) {
           float largest = kNoMaximum;
           for (int j = 0; j < pieces[i].num_pieces; ++j)
-            if (of_pieces[j * rows + r] > largest) largest = of_pieces[j * rows + r];
+            if (of_pieces[j * stride + r] > largest) largest = of_pieces[j * stride + r];
           scratch.group_maxima[i * rows + r] = largest;
         }
       }
     }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, turn)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
-      attention.attend(pieces[i], work, pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]),
+      attention.attend(pieces[i], next_of(i), work, pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]),
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);
     }
 #pragma omp for schedule(static)

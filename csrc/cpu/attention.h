@@ -58,7 +58,7 @@ class Attention {
 
   // What a piece's rows sum up to: split by split into `records` if other pieces have their share,
   // else finished to the output. `maxima` [R] are the rows' known maxima, or null.
-  void attend(const Piece& piece, Workspace<Code>& work, float* records, const float* maxima) const {
+  void attend(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* records, const float* maxima) const {
     const int rows = num_rows(piece);
     const bool alone = records == nullptr;
     pack_queries(piece, work);
@@ -66,7 +66,7 @@ class Attention {
     const Sums total(work.total, rows, head_dim_);
     start_sums(part, rows, maxima);
     if (alone) start_sums(total, rows, maxima);
-    for_tiles(piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
+    for_tiles(piece, next_piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
       add_tile(piece, work, first_key, tile, next, part);
       const int end_key = first_key + kTile;
       if (end_key % kSplit != 0 || end_key >= piece.end_key) return;
@@ -85,11 +85,11 @@ class Attention {
   }
 
   // The maxima of a piece's rows over its keys, whole numbers; [R].
-  void find_maxima(const Piece& piece, Workspace<Code>& work, float* maxima) const {
+  void find_maxima(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* maxima) const {
     const int rows = num_rows(piece);
     pack_queries(piece, work);
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
-    for_tiles(piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
+    for_tiles(piece, next_piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
       work.products.load_keys(tile, next);
       for_blocks(rows, [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
@@ -170,15 +170,18 @@ class Attention {
     });
   }
 
-  // Call work(position of the tile's first key, the tile, the one after it) for a piece's tiles.
+  // Call work(position of the tile's first key, the tile, the one to fetch) for a piece's tiles. The
+  // last of them fetches the first of the next piece, which mostly is this thread's too.
   template <class Work>
-  void for_tiles(const Piece& piece, Work&& work) const {
+  void for_tiles(const Piece& piece, const Piece& next_piece, Work&& work) const {
     TileRows tiles[2];
     const int first = piece.first_key / kTile, last = (piece.end_key - 1) / kTile;
     locate(piece, first * kTile, tiles[first & 1]);
     for (int t = first; t <= last; ++t) {
-      if (t < last) locate(piece, (t + 1) * kTile, tiles[(t + 1) & 1]);
-      work(t * kTile, tiles[t & 1], tiles[(t < last ? t + 1 : t) & 1]);
+      TileRows& next = tiles[(t + 1) & 1];
+      if (t < last) locate(piece, (t + 1) * kTile, next);
+      else locate(next_piece, next_piece.first_key / kTile * kTile, next);
+      work(t * kTile, tiles[t & 1], next);
     }
   }
 

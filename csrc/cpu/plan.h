@@ -11,6 +11,7 @@
 
 namespace kv8::KV8_ISA {
 
+constexpr int kMostSplits = 2;   // of a piece, where a sequence has several
 constexpr int kBlockRows = 96;  // rows that share one widened tile of keys and values
 
 struct Piece {
@@ -21,7 +22,7 @@ struct Piece {
   int32_t first_key;  // positions, first_key <= key < end_key; visible to at least one token
   int32_t end_key;
   int64_t first_of_group;  // number of the first piece of the same rows and head
-  int32_t num_pieces;      // of the group
+  int32_t num_pieces;      // of the group; from one to the next are as many pieces as KV heads
   int32_t num_records;     // of the group; none if there is one piece: it finishes its rows itself
   int64_t first_record;    // of this piece
 };
@@ -62,15 +63,15 @@ struct Plan {
     return 0;
   }
 
-  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long,
-  // because the first tile of a piece is the only one that nobody fetched ahead.
+  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long, but
+  // not so long that a CPU forgets the pages, and what it fetched too much, before the next head.
   void fit(int num_threads) {
     int64_t splits = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s)
       if (num_new(s) <= block_tokens)
         splits += (attend.context_lens[s] / kSplit + 1) * attend.cache->num_kv_heads;
     const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
-    splits_per_piece = even < 1 ? 1 : even > 16 ? 16 : static_cast<int>(even);
+    splits_per_piece = even < 1 ? 1 : even > kMostSplits ? kMostSplits : static_cast<int>(even);
   }
 
   // Write the pieces, or only count them if `pieces` is null. The longest ones come first.
@@ -91,17 +92,20 @@ struct Plan {
         const int run = blocks == 1 ? splits_per_piece : end_split - first_split;
         piece.num_pieces = (end_split - first_split + run - 1) / run;
         piece.num_records = piece.num_pieces == 1 ? 0 : end_split - first_split;
-        for (piece.kv_head = 0; piece.kv_head < attend.cache->num_kv_heads; ++piece.kv_head) {
-          piece.first_of_group = num_pieces;
-          for (int split = first_split; split < end_split; split += run) {
-            piece.first_key = split == first_split ? first : split * kSplit;
-            piece.end_key = end_split - split <= run ? end : (split + run) * kSplit;
-            piece.first_record = num_records + split - first_split;
+        const int heads = attend.cache->num_kv_heads;
+        const int64_t first_piece = num_pieces;
+        for (int split = first_split; split < end_split; split += run) {
+          piece.first_key = split == first_split ? first : split * kSplit;
+          piece.end_key = end_split - split <= run ? end : (split + run) * kSplit;
+          for (piece.kv_head = 0; piece.kv_head < heads; ++piece.kv_head, ++num_pieces) {
+            piece.first_of_group = first_piece + piece.kv_head;
+            piece.first_record =
+                num_records + static_cast<int64_t>(piece.kv_head) * piece.num_records + split -
+                first_split;
             if (pieces != nullptr) pieces[num_pieces] = piece;
-            ++num_pieces;
           }
-          num_records += piece.num_records;
         }
+        num_records += static_cast<int64_t>(heads) * piece.num_records;
       }
     }
   }
