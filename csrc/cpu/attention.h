@@ -102,6 +102,7 @@ class Attention {
           if (largest > maxima[r]) maxima[r] = largest;
         }
       });
+      work.products.end_tile();
     });
   }
 
@@ -232,6 +233,7 @@ class Attention {
       }
       work.products.add_values(start, count, visible, sums.values);
     });
+    work.products.end_tile();
   }
 
   // Divide by the softmax's denominator, put values in order, and write them.

@@ -11,7 +11,7 @@
 
 namespace kv8::KV8_ISA {
 
-constexpr int kMostSplits = 2;   // of a piece, where a sequence has several
+constexpr int kMostSplits = 2;    // of a piece, where a sequence has several
 constexpr int kBlockRows = 96;  // rows that share one widened tile of keys and values
 
 struct Piece {

@@ -17,7 +17,8 @@
 
 namespace kv8::KV8_ISA {
 
-inline void prefetch(const void* address) { __builtin_prefetch(address); }
+// Always inline: a compiler may think that a function which only prefetches does nothing.
+KV8_INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
 
 // Keep a vector in a register: compilers like to read it from memory again for each use, and loads
 // are what the inner loops have none of to spare.

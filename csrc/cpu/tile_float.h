@@ -204,6 +204,8 @@ class FloatProducts {
     }
   }
 
+  void end_tile() const {}
+
  private:
   int head_dim_, rows_ = 0;
   bool single_ = false, direct_ = false, finite_ = false;

@@ -17,6 +17,22 @@
 
 namespace kv8::KV8_ISA {
 
+// Fetches the rows of the tile to come, a few at a time between everything else: a core waits for only
+// so many cache lines at once, and a burst of requests keeps it from computing meanwhile.
+class Fetch {
+ public:
+  void start(const TileRows& rows, int row_bytes) { rows_ = &rows, row_bytes_ = row_bytes, key_ = 0; }
+  KV8_INLINE void rows(int count) {
+    for (const int end = min(key_ + count, kTile); key_ < end; ++key_)
+      for (int i = 0; i < row_bytes_; i += 64)
+        prefetch(rows_->k[key_] + i), prefetch(rows_->v[key_] + i);
+  }
+
+ private:
+  const TileRows* rows_ = nullptr;
+  int row_bytes_ = 0, key_ = kTile;
+};
+
 template <class Code>
 class PairProducts {
   static constexpr int kCodes = Code::kCodesPerWord, kPairs = ToPairs<Code>::kPairs;
@@ -63,7 +79,8 @@ class PairProducts {
     }
   }
 
-  void load_keys(const TileRows& tile, const TileRows& next) const {
+  void load_keys(const TileRows& tile, const TileRows& next) {
+    fetch_.start(next, head_dim_ * static_cast<int>(sizeof(typename Code::Code)));
     const ToPairs<Code> to_pairs;
     const int words = head_dim_ / kCodes;
     for (int key = 0; key < kTile; key += kLanes) {
@@ -72,12 +89,12 @@ class PairProducts {
         const uint8_t* from[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           from[i] = tile.k[key + i] + 4 * word;
-          prefetch(next.k[key + i] + 4 * word);
         }
         U32 turned[kLanes];
         load_transposed(from, words - word, turned);
         const int some = min(kLanes, pairs_ / kPairs - word);
         for (int j = 0; j < some; ++j, out += kPairs * kLanes) {
+          if (word == 0 && j % 3 == 0) fetch_.rows(1);
           U32 pairs[kPairs];
           to_pairs(turned[j], pairs);
           for (int i = 0; i < kPairs; ++i) store_words(out + i * kLanes, pairs[i]);
@@ -93,13 +110,14 @@ class PairProducts {
                          kTile / kLanes, pairs_, dots, kTile, false);
   }
 
-  void load_values(const TileRows& tile, const TileRows& next) {
+  void load_values(const TileRows& tile, const TileRows&) {
     tile_ = &tile;
-    finite_ = pack_values(tile, next);
+    finite_ = pack_values(tile);
   }
 
   // Weights of row r: pairs of neighbouring keys, part by part.
-  void set_weights(int r, TileOfWeights& x) const {
+  void set_weights(int r, TileOfWeights& x) {
+    fetch_.rows(4);
     uint32_t* row = weights_ + r % kBlockRows * parts_.weight * kKeyPairs;
     for (int part = 1; part < parts_.weight; ++part, row += kKeyPairs) {
       for (int i = 0; i < kTile / kLanes; i += 2) {
@@ -114,25 +132,27 @@ class PairProducts {
 
   // Add the weighted values of the tile; visible(r) tells which keys row r sees.
   template <class Visible>
-  void add_values(int start, int count, const Visible& visible, float* sums) const {
+  void add_values(int start, int count, const Visible& visible, float* sums) {
     float* block = sums + static_cast<int64_t>(start) * padded(head_dim_);
     if (finite_) return multiply_values(parts_.weight, count, block);
     for (int r = 0; r < count; ++r) add_visible_values(r, count, visible(start + r), block);
+    pack_values(*tile_);  // for the next block
   }
+
+  void end_tile() { fetch_.rows(kTile); }
 
  private:
   // Interleave the words of two keys so that they widen to pairs of one dimension, in the order of
   // `lane_of`. Returns whether all values are finite.
-  bool pack_values(const TileRows& tile, const TileRows& next) const {
+  bool pack_values(const TileRows& tile) {
     const ToPairs<Code> to_pairs;
     const int words = head_dim_ / kCodes;
     U32 largest = splat_word(0);
     for (int pair = 0; pair < kKeyPairs; ++pair) {
+      if (pair % 4 != 0) fetch_.rows(1);
       const uint8_t *a = tile.v[2 * pair], *b = tile.v[2 * pair + 1];
       uint32_t* out = values_ + pair * kLanes;
       for (int word = 0; word < words; word += kLanes) {
-        prefetch(next.v[2 * pair] + 4 * word);
-        prefetch(next.v[2 * pair + 1] + 4 * word);
         const U32 x = load_some(a + 4 * word, words - word);
         const U32 y = load_some(b + 4 * word, words - word);
         largest = ToPairs<Code>::larger(ToPairs<Code>::larger(largest, x), y);
@@ -157,10 +177,10 @@ class PairProducts {
   // A value that is no finite number must not reach rows that do not see it, nor meet a part of a
   // weight that is zero or negative.
   void add_visible_values(int r, int count, const KeyRange& visible,
-                          float* block) const {
+                          float* block) {
     TileRows tile = *tile_;
     tile.hide_outside(visible);
-    const bool finite = pack_values(tile, tile);
+    const bool finite = pack_values(tile);
     const int width = padded(head_dim_);
     float *row = block + r * width, *all = spare_ + r * width;
     float* first = spare_ + kBlockRows * width + r * width;
@@ -173,6 +193,7 @@ class PairProducts {
   }
 
   Multiplier multiplier_;
+  Fetch fetch_;
   int head_dim_, pairs_;  // pairs of dimensions, padded to whole tiles
   Parts parts_;
   bool finite_ = false;
