@@ -25,8 +25,8 @@ ISA_FLAGS = {
 }
 # Where a sum follows a product, both are rounded, as torch's separate operations do.
 SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}
-# Dot products and tiles of bfloat16, where compiler and system know them: variants of some sources of
-# the avx512 build, entered only on a CPU that has the unit.
+# Dot products and tiles of bfloat16, where compiler and system know them: variants of some sources
+# of the avx512 build, entered only on a CPU that has the unit.
 BF16_FLAGS = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
 AMX_FLAGS = [*BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]
 # No flag here lets a compiler reorder sums or forget about NaN; these two only let it ignore errno

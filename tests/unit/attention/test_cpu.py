@@ -72,6 +72,36 @@ def test_every_build_is_exact(backend, stored_as, head_dim):
     assert_exact_attention(case, steps, run_step(case, steps, backend))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored_as", FORMATS)
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_every_build_is_exact_for_16_bit_queries(backend, stored_as, head_dim, dtype):
+    """Queries of 16 bits are multiplied as they are, weights as two bfloat16 numbers."""
+    for heads in ((6, 2), (34, 2)):  # one block of rows, and more than a matrix unit takes at once
+        case = make_case(
+            [70, 33], stored_as=stored_as, head_dim=head_dim, heads=heads, window=50, dtype=dtype
+        )
+        for steps in ([(0, 0, 66), (1, 0, 33)], [(0, 66, 67)], [(0, 67, 70)]):
+            assert_exact_attention(case, steps, run_step(case, steps, backend))
+
+
+def test_infinite_values_and_nan_reach_only_rows_and_dimensions_they_belong_to(backend):
+    """A bfloat16 cache stores them as they are; part of a weight may be zero or negative there."""
+    case = make_case([90], stored_as="bfloat16", heads=(6, 2), head_dim=40, dtype=torch.bfloat16)
+    case.values[0][40, 0, 3], case.values[0][70, 1, 5] = torch.inf, torch.nan
+    whole = run_step(case, [(0, 0, 90)], backend)
+    expected = run_step(fresh_pool(case), [(0, 0, 90)], ReferenceBackend())
+    finite = torch.ones(90, 6, 40, dtype=torch.bool)
+    finite[40:, :3, 3] = finite[70:, 3:, 5] = False
+    assert torch.equal(whole.isfinite(), finite)
+    assert (whole[40:, :3, 3] == torch.inf).all()
+    finite &= expected.isfinite()
+    # The output's own rounding, of values up to 5; the sums' is far below.
+    assert ((whole - expected).abs()[finite] <= 5 * 2.0**-8).all()
+    alone = torch.cat([run_step(case, [(0, i, i + 1)], backend) for i in range(90)])
+    assert same_bits(alone.nan_to_num(7.0), whole.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 def test_every_build_is_near_the_reference_across_splits(backend, features):
     """Both are within the float32 bound of exact attention, measured at a hundredth of it.
@@ -89,13 +119,16 @@ def test_every_build_is_near_the_reference_across_splits(backend, features):
     assert ((found - expected).abs() <= tolerance).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored_as", ["fp8_e4m3", "bfloat16"])
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_chunks_decoding_and_company_change_no_bit(backend, stored_as, features):
+def test_chunks_decoding_and_company_change_no_bit(backend, stored_as, features, dtype):
     """Pitfall 45: any way to cut a prompt gives the same bits, single tokens included."""
     if features.get("fp8_queries") and stored_as == "bfloat16":
         pytest.skip("FP8 attention needs an FP8 cache")
-    case = make_case([700, 90], stored_as=stored_as, heads=(6, 2), block_size=7, **features)
+    case = make_case(
+        [700, 90], stored_as=stored_as, heads=(6, 2), block_size=7, dtype=dtype, **features
+    )
     whole = run_chunks(case, [[(0, 0, 700)], [(1, 0, 90)]], backend)
     cuts = [0, 1, 64, 200, 201, 513, 699, 700]
     chunks = [[(0, a, b)] for a, b in pairwise(cuts)]
