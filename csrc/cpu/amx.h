@@ -13,11 +13,17 @@ namespace kv8::KV8_ISA::amx {
 // The compiler's intrinsics are macros that take a literal for a tile's number.
 template <int kTileNumber>
 KV8_INLINE void load(const void* rows, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(rows), "r"(stride), "i"(kTileNumber) : "memory");
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2"
+               :
+               : "r"(rows), "r"(stride), "i"(kTileNumber)
+               : "memory");
 }
 template <int kTileNumber>
 KV8_INLINE void store(void* rows, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(kTileNumber) : "memory");
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)"
+               :
+               : "r"(rows), "r"(stride), "i"(kTileNumber)
+               : "memory");
 }
 template <int kTileNumber>
 KV8_INLINE void zero() {
@@ -26,7 +32,9 @@ KV8_INLINE void zero() {
 // sums += rows * columns: the words of a row, pairs, with the rows of columns.
 template <int kSums, int kRowTile, int kColumnTile>
 KV8_INLINE void multiply() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRowTile), "i"(kColumnTile));
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0"
+               :
+               : "i"(kSums), "i"(kRowTile), "i"(kColumnTile));
 }
 
 struct alignas(64) Shapes {
