@@ -93,7 +93,9 @@ class CpuBackend:
         assert needed == 0
         return output
 
-    def prepare(self, native: "NativeAttention", layer: LayerAttention, batch: AttentionBatch) -> None:
+    def prepare(
+        self, native: "NativeAttention", layer: LayerAttention, batch: AttentionBatch
+    ) -> None:
         """Let ``native`` work on a batch: what `store` and `attend` do is done when it is run."""
         group = self._step_view(batch, layer)
         if native.layer is not layer:

@@ -122,7 +122,13 @@ class CpuKernels:
 
     def attend(self, arguments: AttendStruct) -> int:
         """Attend over stored codes. Returns 0, or the bytes of scratch it needs and has not got."""
-        return check_result(self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads()))
+        return check_result(
+            self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads())
+        )
+
+    def prefer_large_pages(self, memory: torch.Tensor) -> None:
+        """Ask the system for large pages for memory that nobody has written to yet."""
+        self.library.kv8_prefer_large_pages(memory.data_ptr(), memory.nbytes)
 
     @property
     def isa(self) -> int:

@@ -143,9 +143,7 @@ class OperationList:
         while start < self._count:
             at = self._address + start * ctypes.sizeof(OperationStruct)
             left = self._count - start
-            needed = check_result(
-                self._run(at, left, num_rows, num_threads, ctypes.byref(done))
-            )
+            needed = check_result(self._run(at, left, num_rows, num_threads, ctypes.byref(done)))
             start += done.value
             if needed:
                 assert give_scratch is not None, "there is attention among the operations"

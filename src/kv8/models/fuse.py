@@ -6,6 +6,7 @@ one. Replacing means that the module's ``forward`` is shadowed: weights, names a
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
 from kv8.models.layer_chain import LayerChain, prove_chains
 from kv8.models.layer_operations import LayerOperations
+from kv8.models.weight_memory import WeightMemory, gather, room_for
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +100,15 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
             return
     fusion, workspace = Fusion(), Workspace(model.dtype)
     layers, taken = _fuse_layers(model, fusion, kernels, workspace)
-    num_linears = num_norms = 0
+    linears = [m for m in model.module.modules() if m not in taken and is_plain_linear(m)]
+    gather(_apart([linear.weight for linear in linears], model.module), kernels)
+    for linear in linears:
+        fusion.replace(linear, FusedLinear(linear, kernels, workspace).forward)
+    num_norms = 0
     for module in model.module.modules():
         if module in taken:
             continue
-        if is_plain_linear(module):
-            fusion.replace(module, FusedLinear(module, kernels, workspace).forward)
-            num_linears += 1
-        elif "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
+        if "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
             fusion.replace(module, FusedNorm(norm, kernels).forward)
             num_norms += 1
     fusion.enable()
@@ -113,12 +116,12 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
     chains = _chain_layers(layers, kernels)
     chained = bool(chains) and prove_chains(model, chains, kernels)
     logger.info(
-        "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged; %s), %d other "
-        "linear layers and %d other norms",
+        "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged; %s), %d "
+        "other linear layers and %d other norms",
         len(layers),
         len(model.attention_modules),
         f"decoding in {len(chains)} calls" if chained else "one by one",
-        num_linears,
+        len(linears),
         num_norms,
     )
 
@@ -129,6 +132,7 @@ def _fuse_layers(
     """Replace decoder layers; return them, and the modules that they no longer call."""
     candidates = _find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
+    memory = WeightMemory(sum(_weight_bytes(c.parts) for c in candidates), kernels)
     rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
     taken: set[nn.Module] = set()
     fused: list[_Fused] = []
@@ -148,6 +152,7 @@ def _fuse_layers(
             probe.call,
             rotates=rotates,
             kernels=kernels,
+            memory=memory,
         )
         layer = FusedLayer(operations, workspace)
         fusion.replace(candidate.layer, layer.forward)
@@ -175,6 +180,18 @@ def _chain_layers(layers: Sequence[_Fused], kernels: CpuKernels) -> list[LayerCh
         for index, fused in enumerate(run):
             fused.layer.join(chains[-1], index)
     return chains
+
+
+def _weight_bytes(parts: DecoderParts) -> int:
+    """Return the memory that a layer's weights take as `LayerOperations` merges them."""
+    groups = (parts.qkv, (parts.output,), parts.gate_up, (parts.down,) if parts.down else ())
+    return sum(room_for([linear.weight for linear in group]) for group in groups)
+
+
+def _apart(parameters: Sequence[nn.Parameter], module: nn.Module) -> list[nn.Parameter]:
+    """Leave out parameters whose memory another one uses, too: they must not be parted."""
+    uses = Counter(parameter.data_ptr() for parameter in module.parameters())
+    return [parameter for parameter in parameters if uses[parameter.data_ptr()] == 1]
 
 
 def _find_candidates(model: HookedModel) -> list[_Candidate]:

@@ -1,8 +1,8 @@
 """A decoder layer computed by native kernels: what transformers' module computes, in fewer steps.
 
-Few rows (decoding) take two native calls a layer (`kv8.models.few_rows`), or one for all layers of a
-chain (`kv8.models.layer_chain`). Many rows (prefill)
-take torch's matrix products, of merged weights, and native operations between them.
+Few rows (decoding) take two native calls a layer (`kv8.models.few_rows`), or one for all layers of
+a chain (`kv8.models.layer_chain`). Many rows (prefill) take torch's matrix products, of merged
+weights, and native operations between them.
 """
 
 from collections.abc import Sequence

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kv8.attention.cpu import CpuBackend
+from kv8.attention.layer import LayerAttention
 from kv8.errors import EngineError, KV8Error
 from kv8.formats.base import FORMATS
 from kv8.kernels.cpu import CpuKernels
@@ -104,9 +105,7 @@ class LayerChain:
 
 
 @torch.no_grad()
-def prove_chains(
-    model: HookedModel, chains: Sequence[LayerChain], kernels: CpuKernels
-) -> bool:
+def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuKernels) -> bool:
     """Whether the chains give bit for bit what their layers give one by one; if not, disable them.
 
     The operations are the same ones. What is proven is that the model hands each layer's output to
@@ -134,7 +133,7 @@ def _run_once(model: HookedModel, kernels: CpuKernels) -> torch.Tensor:
     num_rows = min(sequence.length, _PROBE_ROWS)
     kv_format = FORMATS[str(model.dtype).removeprefix("torch.")]
     backend = CpuBackend(kernels)
-    layers = {}
+    layers: dict[int, LayerAttention] = {}
     for geometry in model.geometry.layers:
         owner = None if geometry.owns_kv else layers[geometry.kv_source]
         layers[geometry.layer] = probe_layer(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch import nn
 
 from kv8.kernels.cpu import CpuKernels
 
@@ -36,6 +37,15 @@ class WeightMemory:
         num_rows = sum(len(tensor) for tensor in tensors)
         flat = self._memory[start : start + size].view(first.dtype)
         return flat.view(num_rows, *first.shape[1:])
+
+
+def gather(parameters: Sequence[nn.Parameter], kernels: CpuKernels) -> None:
+    """Move parameters into one piece of memory; each stays the object it is."""
+    distinct = list({id(parameter): parameter for parameter in parameters}.values())
+    memory = WeightMemory(sum(room_for([p]) for p in distinct), kernels)
+    for parameter in distinct:
+        room = memory.take([parameter])
+        parameter.data = room.copy_(parameter.data)
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> int:
