@@ -1,5 +1,6 @@
 // The C interface of what a decoder layer does besides attention: products with weights, norms,
-// rotary embedding, gated activation. Raw pointers and strides, as in kernels.h.
+// rotary embedding, gated activation. Raw pointers and strides, as in kernels.h. A list of
+// operations may hold attention, too, so that many layers are one call.
 //
 // All tensors of one operation are float32, bfloat16 or float16 alike; sums and functions are
 // float32. Results are rounded to the tensors' type wherever transformers' own modules round.
@@ -71,7 +72,8 @@ struct kv8_gate {
   kv8_format dtype;
 };
 
-// One operation of a list: 0 linear, 1 norm, 2 rotary, 3 gate.
+// One operation of a list: 0 linear, 1 norm, 2 rotary, 3 gate; 4 kv8_store, 5 kv8_attend, which
+// have counts of their own.
 struct kv8_operation {
   const void* arguments;
   int64_t kind;
@@ -79,7 +81,12 @@ struct kv8_operation {
 
 // Floats of scratch a product of T rows needs; the list's operations may share it.
 KV8_EXPORT int64_t kv8_linear_scratch(int64_t num_rows, int64_t num_inputs);
-// Run a list in order over T rows.
-KV8_EXPORT void kv8_operations_run(const kv8_operation* list, int64_t count, int64_t num_rows,
-                                   int32_t num_threads);
+// Run a list in order over T rows. Returns 0; or, where an operation could not be run, what
+// kv8_store_run or kv8_attend_run returned. `done` then has the number of operations before it, so
+// that the rest of the list can be run once the cause is removed.
+KV8_EXPORT int64_t kv8_operations_run(const kv8_operation* list, int64_t count, int64_t num_rows,
+                                      int32_t num_threads, int64_t* done);
+// Ask for large pages for memory that nobody has written to yet; without effect where there are
+// none.
+KV8_EXPORT void kv8_prefer_large_pages(void* memory, int64_t bytes);
 }

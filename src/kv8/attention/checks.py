@@ -79,6 +79,23 @@ def check_query(
         assert found == ((geometry.num_heads,), torch.float32), f"sinks are {found}"
 
 
+def check_cached_heads(
+    layer: LayerAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+) -> None:
+    """Assert that workspace tensors of any number of rows have the layer's heads and window."""
+    geometry, num_rows = layer.geometry, len(query)
+    assert geometry.owns_kv, f"layer {geometry.layer} stores nothing: it reads another layer's KV"
+    stored = (num_rows, geometry.num_kv_heads, geometry.head_dim)
+    _check_tensor("query", query, (num_rows, geometry.num_heads, geometry.head_dim), layer)
+    _check_tensor("key", key, stored, layer)
+    _check_tensor("value", value, stored, layer)
+    assert call.window == geometry.window, f"window {call.window}, not {geometry.window}"
+
+
 def check_batch(layer: LayerAttention, batch: AttentionBatch) -> None:
     """Assert that the batch's tables and slots fit its lengths and the layer's cache."""
     block_size = layer.k_codes.shape[2]

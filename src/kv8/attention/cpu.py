@@ -1,12 +1,19 @@
 """The cpu backend: checks, then the native kernels of csrc/cpu. `auto` takes it where it loads."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
-from kv8.attention.checks import check_batch, check_layer, check_new_tensors, check_query
+from kv8.attention.checks import (
+    check_batch,
+    check_cached_heads,
+    check_layer,
+    check_new_tensors,
+    check_query,
+)
 from kv8.attention.layer import LayerAttention
 from kv8.kernels.cpu import (
     FORMAT_NUMBERS,
@@ -86,6 +93,26 @@ class CpuBackend:
         assert needed == 0
         return output
 
+    def prepare(
+        self, native: "NativeAttention", layer: LayerAttention, batch: AttentionBatch
+    ) -> None:
+        """Let ``native`` work on a batch: what `store` and `attend` do is done when it is run."""
+        group = self._step_view(batch, layer)
+        if native.layer is not layer:
+            native.use(layer, self._layer_view(layer))
+        store, attend = native.store, native.attend
+        store.slots, store.num_tokens = group.slots, group.num_tokens
+        attend.query_starts, attend.context_lens = group.query_starts, group.context_lens
+        attend.block_table, attend.table_width = group.block_table, group.table_width
+        attend.num_sequences, attend.num_tokens = group.num_sequences, group.num_tokens
+        self._offer_scratch(attend)
+
+    def give_scratch(self, natives: Sequence["NativeAttention"], needed: int) -> None:
+        """Let all of ``natives`` have ``needed`` bytes of scratch; they share it."""
+        self._scratch = torch.empty(needed, dtype=torch.uint8)
+        for native in natives:
+            self._offer_scratch(native.attend)
+
     def _offer_scratch(self, arguments: AttendStruct) -> None:
         arguments.scratch, arguments.scratch_bytes = self._scratch.data_ptr(), len(self._scratch)
 
@@ -99,6 +126,47 @@ class CpuBackend:
         if self._step is None or self._step.batch is not batch:
             self._step = _StepView(batch)
         return self._step.group(layer)
+
+
+class NativeAttention:
+    """A layer's store and attention as operations of a list (`kv8.kernels.step`).
+
+    They are described once, for tensors that stay where they are and of which a step uses the
+    first T rows; `CpuBackend.prepare` fills in the batch.
+
+    Args:
+        query: [T, H, D] like ``output``; ``key`` and ``value`` are [T, K, D].
+        call: what the layer's attention asks for; without sinks.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        call: AttentionCall,
+    ) -> None:
+        assert call.sinks is None
+        assert output.is_contiguous()
+        self.layer: LayerAttention | None = None
+        self._tensors, self._call = (query, key, value, output), call
+        self.store, self.attend = StoreStruct(), AttendStruct()
+        describe_rows(self.store.key, key)
+        describe_rows(self.store.value, value)
+        describe_rows(self.attend.query, query)
+        describe_rows(self.attend.output, output)
+        self.attend.softmax_scale, self.attend.softcap = call.softmax_scale, call.softcap or 0.0
+        self.attend.num_heads, self.attend.window = query.shape[1], call.window or 0
+
+    def use(self, layer: LayerAttention, view: "_LayerView") -> None:
+        """Store to, and read, this layer's cache from now on."""
+        query, key, value, _ = self._tensors
+        check_cached_heads(layer, query, key, value, self._call)
+        self.store.cache = self.attend.cache = view.cache
+        self.store.k_counts, self.store.v_counts = view.k_counts, view.v_counts
+        self.attend.q_scale = view.q_scale
+        self.layer = layer
 
 
 class _LayerView:
@@ -155,16 +223,20 @@ class _GroupView:
             _indices(batch.block_tables[group], torch.int32),
             _indices(batch.slots[group], torch.int64),
         )
-        query_starts, context_lens, block_table, slots = self._kept
-        self.attend = AttendStruct(
-            query_starts=query_starts.data_ptr(),
-            context_lens=context_lens.data_ptr(),
-            block_table=block_table.data_ptr(),
-            table_width=block_table.shape[1],
-            num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens,
+        self.query_starts, self.context_lens, self.block_table, self.slots = (
+            tensor.data_ptr() for tensor in self._kept
         )
-        self.store = StoreStruct(slots=slots.data_ptr(), num_tokens=batch.num_tokens)
+        self.table_width = self._kept[2].shape[1]
+        self.num_sequences, self.num_tokens = batch.num_sequences, batch.num_tokens
+        self.attend = AttendStruct(
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_table=self.block_table,
+            table_width=self.table_width,
+            num_sequences=self.num_sequences,
+            num_tokens=self.num_tokens,
+        )
+        self.store = StoreStruct(slots=self.slots, num_tokens=self.num_tokens)
 
 
 def _with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -124,11 +124,17 @@ class CpuKernels:
 
     def store(self, arguments: StoreStruct) -> None:
         """Quantize, scatter and count; see `kv8_store_run`."""
-        _check(self.library.kv8_store_run(ctypes.byref(arguments), torch.get_num_threads()))
+        check_result(self.library.kv8_store_run(ctypes.byref(arguments), torch.get_num_threads()))
 
     def attend(self, arguments: AttendStruct) -> int:
         """Attend over stored codes. Returns 0, or the bytes of scratch it needs and has not got."""
-        return _check(self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads()))
+        return check_result(
+            self.library.kv8_attend_run(ctypes.byref(arguments), torch.get_num_threads())
+        )
+
+    def prefer_large_pages(self, memory: torch.Tensor) -> None:
+        """Ask the system for large pages for memory that nobody has written to yet."""
+        self.library.kv8_prefer_large_pages(memory.data_ptr(), memory.nbytes)
 
     @property
     def isa(self) -> int:
@@ -165,13 +171,16 @@ def load_kernels(*, announce: bool = True) -> CpuKernels:
         function = getattr(library, name)
         function.restype = ctypes.c_int64
         function.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-    library.kv8_operations_run.restype = None
+    library.kv8_operations_run.restype = ctypes.c_int64
     library.kv8_operations_run.argtypes = (
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int32,
+        ctypes.c_void_p,
     )
+    library.kv8_prefer_large_pages.restype = None
+    library.kv8_prefer_large_pages.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     kernels = CpuKernels(library)
     if not announce:
         return kernels
@@ -193,7 +202,8 @@ def load_kernels(*, announce: bool = True) -> CpuKernels:
     return kernels
 
 
-def _check(result: int) -> int:
+def check_result(result: int) -> int:
+    """Return what a kernel returned, the bytes of scratch it lacks, unless that is an error."""
     assert result != _OUT_OF_CACHE, "a slot or block number lies outside the cache"
     assert result != _BAD_LENGTHS, "query starts, context lengths and block table do not fit"
     return result

@@ -1,4 +1,4 @@
-"""Native operations of a decoder layer besides attention; `csrc/cpu/step.h` in Python.
+"""Native operations of a decoder layer; `csrc/cpu/step.h` in Python.
 
 An operation is a ctypes structure that describes its tensors; `OperationList` runs several in one
 call. All take [T, ...] tensors of one dtype (float32, bfloat16 or float16) whose last dimension is
@@ -6,12 +6,18 @@ contiguous. Letters as in docs/architecture.md, and I inputs, O outputs of a pro
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
-from kv8.kernels.cpu import FORMAT_NUMBERS, CpuKernels
+from kv8.kernels.cpu import (
+    FORMAT_NUMBERS,
+    AttendStruct,
+    CpuKernels,
+    StoreStruct,
+    check_result,
+)
 
 
 class LinearStruct(ctypes.Structure):
@@ -94,12 +100,14 @@ class OperationStruct(ctypes.Structure):
 # Where they meet was measured: between 64 and some hundreds, whatever the instruction set.
 MOST_ROWS: Final = 64
 
-Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct
+Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct | StoreStruct | AttendStruct
 _KINDS: Final[dict[type, int]] = {
     LinearStruct: 0,
     NormStruct: 1,
     RotaryStruct: 2,
     GateStruct: 3,
+    StoreStruct: 4,
+    AttendStruct: 5,
 }
 
 
@@ -108,19 +116,38 @@ class OperationList:
 
     The structures may be changed between calls; the tensors they describe must be kept alive by
     whoever made them.
+
+    Attributes:
+        operations: the structures.
     """
 
     def __init__(self, kernels: CpuKernels, operations: Sequence[Operation]) -> None:
-        self._kept = tuple(operations)
+        self.operations = tuple(operations)
         self._list = (OperationStruct * len(operations))(
             *(OperationStruct(ctypes.addressof(o), _KINDS[type(o)]) for o in operations)
         )
         self._count = len(operations)
+        self._address = ctypes.addressof(self._list)
         self._run = kernels.library.kv8_operations_run
+        self._done = ctypes.c_int64()
 
-    def run(self, num_rows: int, num_threads: int) -> None:
-        """Run them over T = ``num_rows`` rows."""
-        self._run(self._list, self._count, num_rows, num_threads)
+    def run(
+        self, num_rows: int, num_threads: int, give_scratch: Callable[[int], None] | None = None
+    ) -> None:
+        """Run them over T = ``num_rows`` rows.
+
+        ``give_scratch`` is called with a number of bytes where attention needs more scratch than
+        it was offered; the list goes on from there.
+        """
+        start, done = 0, self._done
+        while start < self._count:
+            at = self._address + start * ctypes.sizeof(OperationStruct)
+            left = self._count - start
+            needed = check_result(self._run(at, left, num_rows, num_threads, ctypes.byref(done)))
+            start += done.value
+            if needed:
+                assert give_scratch is not None, "there is attention among the operations"
+                give_scratch(needed)
 
 
 def run_one(kernels: CpuKernels, operation: Operation, num_rows: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kv8.attention.cpu import NativeAttention
 from kv8.kernels.cpu import FORMAT_NUMBERS
 from kv8.kernels.step import (
     MOST_ROWS,
@@ -17,6 +18,7 @@ from kv8.kernels.step import (
     scratch_size,
 )
 from kv8.models.decoder_parts import Norm
+from kv8.models.interface import LayerBinding
 from kv8.models.layer_operations import LayerOperations, angles
 from kv8.models.merged_weights import Merged
 
@@ -69,6 +71,7 @@ class FewRows:
         self._qkv = space.rows("qkv", layer.qkv.weight.shape[0])
         self._middle = space.rows("middle", self._hidden)  # between attention and MLP
         self._normed = space.rows("normed", self._hidden)
+        self._mixed = space.rows("mixed", layer.output.weight.shape[1])
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         before = self._describe_before()
         self._first = before[0]
@@ -85,22 +88,49 @@ class FewRows:
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer, num_rows, threads = self._layer, x.shape[0], torch.get_num_threads()
-        self._first.x = self._joined.residual = x.data_ptr()
+        out = torch.empty_like(x)
+        self.place(x.data_ptr(), out.data_ptr(), cos_sin)
+        self._before.run(num_rows, threads)
+        mixed = layer.attend(*self._heads(num_rows))
+        self._attended.x = mixed.data_ptr()
+        self._after.run(num_rows, threads)
+        return out if self.whole else self._with_other_mlp(num_rows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the operations compute all of the layer, the MLP included."""
+        return self._last is not None
+
+    def place(self, x: int, out: int, cos_sin: Sequence[torch.Tensor] | None) -> None:
+        """Let the operations read the layer's input and write its output at these addresses."""
+        self._first.x = self._joined.residual = x
+        if self._last is not None:
+            self._last.out = out
         if self._rotary is not None and cos_sin is not None:
             cos, sin = self._space.angles(cos_sin)
             self._rotary.cos, self._rotary.sin = cos.data_ptr(), sin.data_ptr()
             self._rotary.rotary = cos.shape[1]
             self._rotary.angle_dtype = FORMAT_NUMBERS[cos.dtype]
-        self._before.run(num_rows, threads)
-        mixed = layer.attend(*self._heads(num_rows))
-        self._attended.x = mixed.data_ptr()
-        if self._last is None:
-            self._after.run(num_rows, threads)
-            return self._with_other_mlp(num_rows)
-        out = torch.empty_like(x)
-        self._last.out = out.data_ptr()
-        self._after.run(num_rows, threads)
-        return out
+
+    def describe_attention(self) -> NativeAttention:
+        """Describe attention over the workspace; `read_attention` lets the layer go on from it."""
+        layer, mixed = self._layer, self._mixed
+        output = mixed.view(len(mixed), -1, layer.head_dim)
+        return NativeAttention(*layer.heads(self._qkv), output, layer.call)
+
+    def read_attention(self) -> None:
+        """Let the operations read what `describe_attention` describes."""
+        self._attended.x = self._mixed.data_ptr()
+
+    @property
+    def operations(self) -> tuple[Sequence[Operation], Sequence[Operation]]:
+        """What comes before attention, and what comes after it."""
+        return self._before.operations, self._after.operations
+
+    @property
+    def binding(self) -> LayerBinding:
+        """Of the layer's attention."""
+        return self._layer.binding
 
     def _with_other_mlp(self, num_rows: int) -> torch.Tensor:
         parts = self._layer.parts
@@ -136,8 +166,7 @@ class FewRows:
     def _describe_joining(self) -> list[LinearStruct | NormStruct]:
         """Describe what makes the residual after attention."""
         layer, parts = self._layer, self._layer.parts
-        mixed = self._space.rows("mixed", layer.output.weight.shape[1])
-        return self._add(layer.output, mixed, parts.after_attention)
+        return self._add(layer.output, self._mixed, parts.after_attention)
 
     def _describe_mlp(self) -> list[Operation]:
         layer, parts, space = self._layer, self._layer.parts, self._space

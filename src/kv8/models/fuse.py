@@ -6,7 +6,8 @@ one. Replacing means that the module's ``forward`` is shadowed: weights, names a
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,9 @@ from kv8.models.fused_modules import FusedLinear, FusedNorm
 from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
+from kv8.models.layer_chain import LayerChain, prove_chains
 from kv8.models.layer_operations import LayerOperations
+from kv8.models.weight_memory import WeightMemory, gather, room_for
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,12 @@ class _Candidate:
     number: int
     layer: nn.Module
     parts: DecoderParts
+
+
+@dataclass(frozen=True)
+class _Fused:
+    layer: FusedLayer
+    probe: LayerProbe
 
 
 class Fusion:
@@ -90,38 +99,43 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
             logger.debug("The model computes as transformers wrote it: %s", error)
             return
     fusion, workspace = Fusion(), Workspace(model.dtype)
-    num_layers, taken = _fuse_layers(model, fusion, kernels, workspace)
-    num_linears = num_norms = 0
+    layers, taken = _fuse_layers(model, fusion, kernels, workspace)
+    linears = [m for m in model.module.modules() if m not in taken and is_plain_linear(m)]
+    gather(_apart([linear.weight for linear in linears], model.module), kernels)
+    for linear in linears:
+        fusion.replace(linear, FusedLinear(linear, kernels, workspace).forward)
+    num_norms = 0
     for module in model.module.modules():
         if module in taken:
             continue
-        if is_plain_linear(module):
-            fusion.replace(module, FusedLinear(module, kernels, workspace).forward)
-            num_linears += 1
-        elif "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
+        if "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
             fusion.replace(module, FusedNorm(norm, kernels).forward)
             num_norms += 1
     fusion.enable()
     model.fusion = fusion
+    chains = _chain_layers(layers, kernels)
+    chained = bool(chains) and prove_chains(model, chains, kernels)
     logger.info(
-        "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged), %d other "
-        "linear layers and %d other norms",
-        num_layers,
+        "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged; %s), %d "
+        "other linear layers and %d other norms",
+        len(layers),
         len(model.attention_modules),
-        num_linears,
+        f"decoding in {len(chains)} calls" if chained else "one by one",
+        len(linears),
         num_norms,
     )
 
 
 def _fuse_layers(
     model: HookedModel, fusion: Fusion, kernels: CpuKernels, workspace: Workspace
-) -> tuple[int, set[nn.Module]]:
-    """Replace decoder layers; return how many, and the modules that they no longer call."""
+) -> tuple[list[_Fused], set[nn.Module]]:
+    """Replace decoder layers; return them, and the modules that they no longer call."""
     candidates = _find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
+    memory = WeightMemory(sum(_weight_bytes(c.parts) for c in candidates), kernels)
     rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
     taken: set[nn.Module] = set()
-    num_fused = 0
+    fused: list[_Fused] = []
     for candidate in candidates:
         probe = probes.get(candidate.number)
         if probe is None or probe.call.sinks is not None or not _one_dtype(candidate, probe):
@@ -138,14 +152,46 @@ def _fuse_layers(
             probe.call,
             rotates=rotates,
             kernels=kernels,
+            memory=memory,
         )
-        fusion.replace(candidate.layer, FusedLayer(operations, workspace).forward)
-        num_fused += 1
+        layer = FusedLayer(operations, workspace)
+        fusion.replace(candidate.layer, layer.forward)
+        fused.append(_Fused(layer, probe))
         known_mlp = bool(candidate.parts.gate_up)
         for module in candidate.layer.modules():
             if known_mlp or not _is_inside(module, candidate.parts.mlp):
                 taken.add(module)
-    return num_fused, taken
+    return fused, taken
+
+
+def _chain_layers(layers: Sequence[_Fused], kernels: CpuKernels) -> list[LayerChain]:
+    """Let layers compute at once of which each is called with what the one before it returned."""
+    runs: list[list[_Fused]] = []
+    for fused in layers:
+        if not fused.layer.few.whole:
+            continue
+        if runs and fused.probe.x is runs[-1][-1].probe.output:
+            runs[-1].append(fused)
+        else:
+            runs.append([fused])
+    chains = []
+    for run in runs:
+        chains.append(LayerChain([fused.layer.few for fused in run], kernels))
+        for index, fused in enumerate(run):
+            fused.layer.join(chains[-1], index)
+    return chains
+
+
+def _weight_bytes(parts: DecoderParts) -> int:
+    """Return the memory that a layer's weights take as `LayerOperations` merges them."""
+    groups = (parts.qkv, (parts.output,), parts.gate_up, (parts.down,) if parts.down else ())
+    return sum(room_for([linear.weight for linear in group]) for group in groups)
+
+
+def _apart(parameters: Sequence[nn.Parameter], module: nn.Module) -> list[nn.Parameter]:
+    """Leave out parameters whose memory another one uses, too: they must not be parted."""
+    uses = Counter(parameter.data_ptr() for parameter in module.parameters())
+    return [parameter for parameter in parameters if uses[parameter.data_ptr()] == 1]
 
 
 def _find_candidates(model: HookedModel) -> list[_Candidate]:

@@ -1,7 +1,8 @@
 """A decoder layer computed by native kernels: what transformers' module computes, in fewer steps.
 
-Few rows (decoding) take two native calls a layer; see `kv8.models.few_rows`. Many rows (prefill)
-take torch's matrix products, of merged weights, and native operations between them.
+Few rows (decoding) take two native calls a layer (`kv8.models.few_rows`), or one for all layers of
+a chain (`kv8.models.layer_chain`). Many rows (prefill) take torch's matrix products, of merged
+weights, and native operations between them.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from kv8.kernels.step import MOST_ROWS, gate_struct, run_one
 from kv8.models.decoder_parts import Norm
 from kv8.models.few_rows import FewRows, Workspace
+from kv8.models.layer_chain import LayerChain
 from kv8.models.layer_operations import LayerOperations, angles
 
 _MLP_ROWS = 2048  # of an MLP at once in a prefill; bounds its memory
@@ -23,11 +25,19 @@ class FusedLayer:
     Args:
         layer: its parts.
         workspace: shared with the model's other layers.
+
+    Attributes:
+        few: computes few rows.
     """
 
     def __init__(self, layer: LayerOperations, workspace: Workspace) -> None:
         self._layer = layer
-        self._few = FewRows(layer, workspace)
+        self.few = FewRows(layer, workspace)
+        self._link: tuple[LayerChain, int] | None = None
+
+    def join(self, chain: LayerChain, index: int) -> None:
+        """Compute few rows as layer ``index`` of a chain."""
+        self._link = (chain, index)
 
     def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Return the layer's output, [1, T, C] like ``hidden_states``.
@@ -38,8 +48,13 @@ class FusedLayer:
         if keywords.get("attention_mask") is not None:
             raise self._layer.binding.refuse("brings an attention mask of its own")
         cos_sin = keywords["position_embeddings"] if self._layer.rotates else None
+        if self._link is not None:
+            chain, index = self._link
+            output = chain.call(index, hidden_states, cos_sin)
+            if output is not None:
+                return output
         x = hidden_states[0].contiguous()
-        run = self._few.run if x.shape[0] <= MOST_ROWS else self._run_many
+        run = self.few.run if x.shape[0] <= MOST_ROWS else self._run_many
         return run(x, cos_sin).unsqueeze(0)
 
     def _run_many(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:

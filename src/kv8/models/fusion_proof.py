@@ -42,9 +42,10 @@ _ERRORS = (KV8Error, TypeError, ValueError, RuntimeError, IndexError, AttributeE
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """What a layer was called with: its input [1, T, C], its keywords, and its attention's call."""
+    """A layer's input and output [1, T, C], its keywords, and its attention's call."""
 
     x: torch.Tensor
+    output: torch.Tensor
     keywords: dict[str, Any]
     call: AttentionCall
 
@@ -69,7 +70,7 @@ def probe_layers(model: HookedModel, layers: Mapping[int, nn.Module]) -> dict[in
     Left out are those that are called with more than one positional argument or return more than
     one tensor; all, if the model does not run.
     """
-    noted: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+    noted: dict[int, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {}
     handles = [
         layer.register_forward_hook(_note(number, noted), with_kwargs=True)
         for number, layer in layers.items()
@@ -84,8 +85,8 @@ def probe_layers(model: HookedModel, layers: Mapping[int, nn.Module]) -> dict[in
         for handle in handles:
             handle.remove()
     return {
-        number: LayerProbe(x, keywords, backend.calls[number])
-        for number, (x, keywords) in noted.items()
+        number: LayerProbe(x, output, keywords, backend.calls[number])
+        for number, (x, output, keywords) in noted.items()
         if number in backend.calls
     }
 
@@ -93,7 +94,7 @@ def probe_layers(model: HookedModel, layers: Mapping[int, nn.Module]) -> dict[in
 def _note(number: int, noted: dict[int, Any]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: Any, keywords: dict[str, Any], output: Any) -> None:
         if len(args) == 1 and torch.is_tensor(output) and output.shape == args[0].shape:
-            noted[number] = (args[0], keywords)
+            noted[number] = (args[0], output, keywords)
 
     return hook
 

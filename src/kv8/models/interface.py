@@ -114,17 +114,28 @@ def store_and_attend(
         UnsupportedModelError: the layer has attended in this step already.
         EngineError: no batch is bound.
     """
-    step, geometry = binding.scope.step, binding.geometry
-    if step is None:
-        raise EngineError("The model was called outside of `with model.bound(...)`.")
-    if geometry.layer in step.attended:
-        raise binding.refuse("attends more than once for a token, and kv8 stores K and V once")
+    step, geometry = open_step(binding), binding.geometry
     layer = step.layers[geometry.layer]
     if geometry.owns_kv:
         step.backend.store(layer, key, value, step.batch)
     output = step.backend.attend(layer, query, step.batch, call)
     step.attended.add(geometry.layer)
     return output
+
+
+def open_step(binding: LayerBinding) -> BoundStep:
+    """Return the bound step, in which the layer has still to attend.
+
+    Raises:
+        UnsupportedModelError: the layer has attended in this step already.
+        EngineError: no batch is bound.
+    """
+    step = binding.scope.step
+    if step is None:
+        raise EngineError("The model was called outside of `with model.bound(...)`.")
+    if binding.geometry.layer in step.attended:
+        raise binding.refuse("attends more than once for a token, and kv8 stores K and V once")
+    return step
 
 
 def read_call(

@@ -11,6 +11,7 @@ from kv8.kernels.step import NormStruct, RotaryStruct, norm_struct, rotary_struc
 from kv8.models.decoder_parts import DecoderParts, Norm
 from kv8.models.interface import LayerBinding, store_and_attend
 from kv8.models.merged_weights import Merged
+from kv8.models.weight_memory import WeightMemory
 
 
 class LayerOperations:
@@ -22,6 +23,7 @@ class LayerOperations:
         call: what its attention asks for; it must not bring sinks.
         rotates: whether queries and keys get the rotary embedding.
         kernels: the native operations.
+        memory: where the weights go; see `Merged`.
 
     Attributes:
         qkv, output: projections before and after attention.
@@ -36,13 +38,14 @@ class LayerOperations:
         *,
         rotates: bool,
         kernels: CpuKernels,
+        memory: WeightMemory | None = None,
     ) -> None:
         assert call.sinks is None, "sinks are weights: a call made once would keep old ones"
         self.parts, self.binding, self.call = parts, binding, call
         self.rotates, self.kernels = rotates, kernels
-        self.qkv, self.output = Merged(parts.qkv), Merged((parts.output,))
-        self.gate_up = Merged(parts.gate_up) if parts.gate_up else None
-        self.down = Merged((parts.down,)) if parts.down is not None else None
+        self.qkv, self.output = Merged(parts.qkv, memory), Merged((parts.output,), memory)
+        self.gate_up = Merged(parts.gate_up, memory) if parts.gate_up else None
+        self.down = Merged((parts.down,), memory) if parts.down is not None else None
         geometry = binding.geometry
         self.head_dim = geometry.head_dim
         self._heads = (geometry.num_heads, geometry.num_kv_heads)

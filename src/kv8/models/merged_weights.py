@@ -10,20 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from kv8.models.weight_memory import WeightMemory
+
 
 class Merged:
     """Projections of one input, side by side.
 
     Args:
         linears: plain linear layers with equal inputs.
+        memory: where the weights go; `None` for memory of their own, or where they are if there is
+            one only.
 
     Attributes:
         weight: [O, I], the layers' weights one after another.
         bias: [O] or `None`; zeros where only some have one.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.weight = _merge([linear.weight for linear in linears])
+    def __init__(self, linears: Sequence[nn.Linear], memory: WeightMemory | None = None) -> None:
+        self.weight = _merge([linear.weight for linear in linears], memory)
         biases = [linear.bias for linear in linears]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -41,11 +45,14 @@ def _zeros(linear: nn.Linear) -> torch.Tensor:
     return linear.weight.new_zeros(linear.out_features)
 
 
-def _merge(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _merge(tensors: Sequence[torch.Tensor], memory: WeightMemory | None = None) -> torch.Tensor:
     """Return the tensors one after another; each of them becomes a view of the result."""
-    if len(tensors) == 1:
+    if memory is not None:
+        merged = torch.cat([tensor.data for tensor in tensors], out=memory.take(tensors))
+    elif len(tensors) == 1:
         return tensors[0].data
-    merged = torch.cat([tensor.data for tensor in tensors])
+    else:
+        merged = torch.cat([tensor.data for tensor in tensors])
     start = 0
     for tensor in tensors:
         tensor.data = merged[start : start + len(tensor)]

@@ -48,7 +48,10 @@ def test_weights_keep_their_names_values_and_memory(kernels: CpuKernels) -> None
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
     for tensors in ([p.weight for p in parts], [p.bias for p in parts]):
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-        assert tensors[0].untyped_storage().nbytes() == sum(t.nbytes for t in tensors)
+        assert tensors[1].data_ptr() == tensors[0].data_ptr() + tensors[0].nbytes
+    weights = [m.weight for m in model.module.model.layers.modules() if isinstance(m, nn.Linear)]
+    [memory] = {weight.untyped_storage() for weight in weights}
+    assert memory.nbytes() == sum(weight.nbytes for weight in weights)
     assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
 
 

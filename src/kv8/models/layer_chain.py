@@ -1,0 +1,147 @@
+"""Decoder layers in a row as one native call: Python runs once a step, not several times a layer.
+
+The model's own code still calls one layer after another. Each of a chain notes what it is called
+with and hands on one tensor, which is written when the last layer runs them all, attention
+included. Until then it holds NaN, so that whoever looks at it in between cannot go unnoticed; that
+a model's own code does not is proven when it is loaded (`prove_chains`).
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kv8.attention.cpu import CpuBackend
+from kv8.attention.layer import LayerAttention
+from kv8.errors import EngineError, KV8Error
+from kv8.formats.base import FORMATS
+from kv8.kernels.cpu import CpuKernels
+from kv8.kernels.step import MOST_ROWS, Operation, OperationList
+from kv8.models.few_rows import FewRows
+from kv8.models.hook import HookedModel
+from kv8.models.interface import open_step
+from kv8.models.probe import probe_batch, probe_layer, probe_sequences
+
+logger = logging.getLogger(__name__)
+
+_PROBE_ROWS = 6
+
+
+class LayerChain:
+    """Fused layers, each of which is called with what the one before it returned.
+
+    Args:
+        layers: computed wholly by native operations (`FewRows.whole`).
+        kernels: the native operations.
+
+    Attributes:
+        enabled: whether the layers are computed at once.
+    """
+
+    def __init__(self, layers: Sequence[FewRows], kernels: CpuKernels) -> None:
+        self.enabled = True
+        self._layers = layers
+        self._attentions = [layer.describe_attention() for layer in layers]
+        operations: list[Operation] = []
+        for layer, attention in zip(layers, self._attentions, strict=True):
+            before, after = layer.operations
+            operations += [*before, attention.store, attention.attend, *after]
+        self._list = OperationList(kernels, operations)
+        self._given: tuple[torch.Tensor, ...] = ()  # what the noted operations read
+        self._output: torch.Tensor | None = None  # of the chain, while its layers are noted
+        self._next = 0
+
+    def call(
+        self, index: int, hidden_states: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        """Note the call of layer ``index`` with [1, T, C], or run all if it is the last one.
+
+        Returns the chain's output, [1, T, C], or `None` if each layer has to compute for itself.
+
+        Raises:
+            EngineError: the layer was not called with what the one before it returned.
+        """
+        layer = self._layers[index]
+        step = open_step(layer.binding)
+        if index == 0:
+            self._output = None
+            # A backend that is more than `CpuBackend` wants to be asked.
+            few = 0 < hidden_states.shape[1] <= MOST_ROWS
+            if not few or not self.enabled or type(step.backend) is not CpuBackend:
+                return None
+            x = hidden_states.contiguous()
+            self._output = torch.full_like(x, torch.nan)
+            self._given = (x,)
+        elif self._output is None:
+            return None
+        else:
+            x = self._output
+            if hidden_states is not x or index != self._next:
+                raise EngineError(
+                    f"Layer {layer.binding.geometry.layer} was not called with what the layer "
+                    f"before it returned, although it was when the model was loaded."
+                )
+        output, backend = self._output, step.backend
+        assert output is not None
+        assert type(backend) is CpuBackend
+        number = layer.binding.geometry.layer
+        layer.place(x.data_ptr(), output.data_ptr(), cos_sin)
+        layer.read_attention()
+        backend.prepare(self._attentions[index], step.layers[number], step.batch)
+        step.attended.add(number)
+        if cos_sin is not None:
+            self._given += tuple(cos_sin)
+        self._next = index + 1
+        if self._next == len(self._layers):
+            num_rows = output.shape[1]
+            assert num_rows == step.batch.num_tokens
+            self._list.run(
+                num_rows,
+                torch.get_num_threads(),
+                lambda needed: backend.give_scratch(self._attentions, needed),
+            )
+            self._output, self._given = None, ()
+        return output
+
+
+@torch.no_grad()
+def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuKernels) -> bool:
+    """Whether the chains give bit for bit what their layers give one by one; if not, disable them.
+
+    The operations are the same ones. What is proven is that the model hands each layer's output to
+    the next one as it is, and looks at it nowhere else before the last one has run.
+    """
+    try:
+        results = []
+        for enabled in (False, True):
+            for chain in chains:
+                chain.enabled = enabled
+            results.append(_run_once(model, kernels))
+        if torch.equal(*results):
+            return True
+        logger.debug("Layers computed at once give other results, so that each is computed apart")
+    except (KV8Error, AssertionError, RuntimeError) as error:
+        logger.debug("Layers cannot be computed at once: %s", error)
+    for chain in chains:
+        chain.enabled = False
+    return False
+
+
+def _run_once(model: HookedModel, kernels: CpuKernels) -> torch.Tensor:
+    """Return the logits of a few tokens, attended to by the native backend."""
+    sequence = probe_sequences(model.geometry, model.device)[0]
+    num_rows = min(sequence.length, _PROBE_ROWS)
+    kv_format = FORMATS[str(model.dtype).removeprefix("torch.")]
+    backend = CpuBackend(kernels)
+    layers: dict[int, LayerAttention] = {}
+    for geometry in model.geometry.layers:
+        owner = None if geometry.owns_kv else layers[geometry.kv_source]
+        layers[geometry.layer] = probe_layer(
+            geometry, num_rows, model.device, kv_format=kv_format, owner=owner
+        )
+        reason = backend.refuses(layers[geometry.layer])
+        assert reason is None, reason
+    batch = probe_batch([num_rows], [num_rows], [num_rows], model.device)
+    rows = torch.arange(num_rows, device=model.device)
+    with model.bound(batch, layers, backend):
+        return model.forward(sequence.token_ids[:num_rows], sequence.positions[:num_rows], rows)
