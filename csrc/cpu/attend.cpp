@@ -30,7 +30,7 @@ struct Scratch {
 
   Scratch(uint8_t* memory, const Plan& plan, int head_dim, Parts parts, int64_t record_floats,
           int num_threads, bool maxima) {
-    const int rows = plan.max_rows();
+    const int rows = plan.max_rows;
     Arena counted{nullptr}, arena{memory};
     (void)Workspace<Code>(counted, rows, head_dim, parts);
     workspace_bytes = counted.used;
@@ -49,8 +49,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
   plan.fit(num_threads);
   plan.make(nullptr);
   const Attention<Code> attention(attend, plan);
-  const int rows = plan.max_rows(), head_dim = attend.cache->head_dim;
-  const int64_t stride = static_cast<int64_t>(rows) * attend.cache->num_kv_heads;
+  const int rows = plan.max_rows, head_dim = attend.cache->head_dim;
   // FP8 attention rounds a row's weights relative to its maximum, which must be the final one.
   const bool maxima_first = attend.q_scale != nullptr;
   const Parts parts = Attention<Code>::parts(attend);
@@ -63,9 +62,6 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     return scratch.records + piece.first_record * attention.record_floats();
   };
 
-  // The heads of some keys lie side by side: one thread should read them all, one after the other.
-  const int64_t heads = attend.cache->num_kv_heads;
-  const int64_t turn = plan.num_pieces < 8 * heads * num_threads ? 1 : heads < 4 ? heads : 4;
   auto next_of = [&](int64_t i) { return pieces[i + 1 < plan.num_pieces ? i + 1 : i]; };
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -73,11 +69,12 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     Arena arena{scratch.workspaces + scratch.workspace_bytes * thread_number()};
     Workspace<Code> work(arena, rows, head_dim, parts);
     if (maxima_first) {
-#pragma omp for schedule(dynamic, turn)
+#pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < plan.num_pieces; ++i)
         attention.find_maxima(pieces[i], next_of(i), work, scratch.piece_maxima + i * rows);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < plan.num_pieces; ++i) {
+        const int64_t stride = static_cast<int64_t>(rows) * pieces[i].next_piece;
         const float* of_pieces = scratch.piece_maxima + pieces[i].first_of_group * rows;
         for (int r = 0; r < attention.num_rows(pieces[i]); ++r) {
           float largest = kNoMaximum;
@@ -87,7 +84,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
         }
       }
     }
-#pragma omp for schedule(dynamic, turn)
+#pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
       attention.attend(pieces[i], next_of(i), work, pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]),
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);

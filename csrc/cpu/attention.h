@@ -66,10 +66,10 @@ class Attention {
     const Sums total(work.total, rows, head_dim_);
     start_sums(part, rows, maxima);
     if (alone) start_sums(total, rows, maxima);
-    for_tiles(piece, next_piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
-      add_tile(piece, work, first_key, tile, next, part);
+    for_tiles(piece, next_piece, [&](int first_key, int h, const TileRows& tile, const TileRows& next) {
+      add_tile(piece, work, first_key, h, tile, next, part);
       const int end_key = first_key + kTile;
-      if (end_key % kSplit != 0 || end_key >= piece.end_key) return;
+      if (h + 1 < piece.num_kv_heads || end_key % kSplit != 0 || end_key >= piece.end_key) return;
       if (alone) {
         merge(total, part, rows, head_dim_);
       } else {
@@ -89,9 +89,9 @@ class Attention {
     const int rows = num_rows(piece);
     pack_queries(piece, work);
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
-    for_tiles(piece, next_piece, [&](int first_key, const TileRows& tile, const TileRows& next) {
+    for_tiles(piece, next_piece, [&](int first_key, int h, const TileRows& tile, const TileRows& next) {
       work.products.load_keys(tile, next);
-      for_blocks(rows, [&](int start, int count) {
+      for_blocks(h * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
         for (int r = start; r < start + count; ++r) {
           const KeyRange visible = visible_to(piece, r, first_key, tile);
@@ -116,22 +116,27 @@ class Attention {
     finish(first, total);
   }
 
-  int64_t record_floats() const { return (Sums::floats(plan_.max_rows(), head_dim_) + 15) / 16 * 16; }
-  int num_rows(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
+  int64_t record_floats() const { return (Sums::floats(plan_.max_rows, head_dim_) + 15) / 16 * 16; }
+  int num_rows(const Piece& piece) const { return piece.num_kv_heads * rows_of_head(piece); }
 
  private:
-  // Row r of a piece: token r / G, head r % G of its kv head.
+  int rows_of_head(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
+
+  // Row r of a piece: KV head by KV head, token by token, query head by query head.
+  int kv_head(const Piece& piece, int r) const { return piece.kv_head + r / rows_of_head(piece); }
+  int token(const Piece& piece, int r) const {
+    return piece.first_token + r % rows_of_head(piece) / plan_.queries_per_kv;
+  }
   int64_t token_row(const Piece& piece, int r) const {
-    return a_.query_starts[piece.sequence] + piece.first_token + r / plan_.queries_per_kv;
+    return a_.query_starts[piece.sequence] + token(piece, r);
   }
   int head(const Piece& piece, int r) const {
-    return piece.kv_head * plan_.queries_per_kv + r % plan_.queries_per_kv;
+    return kv_head(piece, r) * plan_.queries_per_kv + r % plan_.queries_per_kv;
   }
 
   // Keys of a tile that row r sees, counted from the tile's first.
   KeyRange visible_to(const Piece& piece, int r, int first_key, const TileRows& tile) const {
-    const int position =
-        plan_.position(piece.sequence, piece.first_token + r / plan_.queries_per_kv);
+    const int position = plan_.position(piece.sequence, token(piece, r));
     const int first = plan_.first_visible(position) - first_key, end = position + 1 - first_key;
     return {first > tile.first ? first : tile.first, end < tile.end ? end : tile.end};
   }
@@ -143,13 +148,13 @@ class Attention {
 
   // Widen a piece's query rows, rounded to e4m3 codes in FP8 attention.
   void pack_queries(const Piece& piece, Workspace<Code>& work) const {
-    work.products.begin(num_rows(piece), piece.num_tokens == 1);
+    work.products.begin(rows_of_head(piece), piece.num_tokens == 1);
     for (int r = 0; r < num_rows(piece); ++r) {
       const int h = head(piece, r);
       const uint8_t* row = static_cast<const uint8_t*>(a_.query.data) +
                            token_row(piece, r) * a_.query.token_stride + h * a_.query.head_stride;
       float multiplier = a_.softmax_scale;
-      if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[piece.kv_head];
+      if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[kv_head(piece, r)];
       if (a_.q_scale != nullptr) multiplier *= a_.q_scale[h];
       work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
       float out[kMaxHeadDim];
@@ -171,65 +176,67 @@ class Attention {
     });
   }
 
-  // Call work(position of the tile's first key, the tile, the one to fetch) for a piece's tiles. The
-  // last of them fetches the first of the next piece, which mostly is this thread's too.
+  // Call work(position of the tile's first key, which of the piece's KV heads, the tile, the one to
+  // fetch) for a piece's tiles. The last of them fetches the first of the next piece, which mostly
+  // is this thread's too.
   template <class Work>
   void for_tiles(const Piece& piece, const Piece& next_piece, Work&& work) const {
     TileRows tiles[2];
-    const int first = piece.first_key / kTile, last = (piece.end_key - 1) / kTile;
-    locate(piece, first * kTile, tiles[first & 1]);
-    for (int t = first; t <= last; ++t) {
-      TileRows& next = tiles[(t + 1) & 1];
-      if (t < last) locate(piece, (t + 1) * kTile, next);
-      else locate(next_piece, next_piece.first_key / kTile * kTile, next);
-      work(t * kTile, tiles[t & 1], next);
+    const int heads = piece.num_kv_heads, first = piece.first_key / kTile;
+    const int count = ((piece.end_key - 1) / kTile - first + 1) * heads;
+    locate(piece, first * kTile, 0, tiles[0]);
+    for (int i = 0; i < count; ++i) {
+      TileRows& next = tiles[(i + 1) & 1];
+      if (i + 1 < count) locate(piece, (first + (i + 1) / heads) * kTile, (i + 1) % heads, next);
+      else locate(next_piece, next_piece.first_key / kTile * kTile, 0, next);
+      work((first + i / heads) * kTile, i % heads, tiles[i & 1], next);
     }
   }
 
-  void locate(const Piece& piece, int first_key, TileRows& tile) const {
+  void locate(const Piece& piece, int first_key, int h, TileRows& tile) const {
     const int32_t* table = a_.block_table + piece.sequence * a_.table_width;
     const int64_t row_bytes = head_dim_ * static_cast<int64_t>(sizeof(typename Code::Code));
     tile.first = piece.first_key > first_key ? piece.first_key - first_key : 0;
     tile.end = piece.end_key - first_key < kTile ? piece.end_key - first_key : kTile;
     tile.hide_outside({tile.first, tile.end});
-    int i = tile.first;
-    while (i < tile.end) {
-      const int64_t block = table[(first_key + i) / cache_.block_size];
-      int offset = (first_key + i) % cache_.block_size;
-      const int64_t in_block =
-          (static_cast<int64_t>(piece.kv_head) * cache_.block_size + offset) * row_bytes;
-      const uint8_t* k =
-          static_cast<const uint8_t*>(cache_.k_codes) + block * cache_.k_block_stride + in_block;
-      const uint8_t* v =
-          static_cast<const uint8_t*>(cache_.v_codes) + block * cache_.v_block_stride + in_block;
-      for (; offset < cache_.block_size && i < tile.end; ++offset, ++i) {
-        tile.k[i] = k, tile.v[i] = v;
-        k += row_bytes, v += row_bytes;
-      }
+    const int64_t head_bytes = cache_.block_size * row_bytes;
+    int block = (first_key + tile.first) / cache_.block_size;
+    int offset = first_key + tile.first - block * cache_.block_size;
+    for (int i = tile.first; i < tile.end; ++block, offset = 0) {
+      const int64_t in_block = (piece.kv_head + h) * head_bytes + offset * row_bytes;
+      const uint8_t* k = static_cast<const uint8_t*>(cache_.k_codes) +
+                         table[block] * cache_.k_block_stride + in_block;
+      const uint8_t* v = static_cast<const uint8_t*>(cache_.v_codes) +
+                         table[block] * cache_.v_block_stride + in_block;
+      const int count = min(cache_.block_size - offset, tile.end - i);
+      for (int j = 0; j < count; ++j)
+        tile.k[i + j] = k + j * row_bytes, tile.v[i + j] = v + j * row_bytes;
+      i += count;
     }
   }
 
   // Call work(first row, how many) for the rows that go through a tile together.
   template <class Work>
-  static void for_blocks(int rows, Work&& work) {
+  static void for_blocks(int first, int rows, Work&& work) {
     constexpr int kMost = Products<Code>::kBlockRows;
-    for (int start = 0; start < rows; start += kMost) work(start, min(rows - start, kMost));
+    for (int i = 0; i < rows; i += kMost) work(first + i, min(rows - i, kMost));
   }
 
-  void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, const TileRows& tile,
-                const TileRows& next, const Sums& sums) const {
+  void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, int h,
+                const TileRows& tile, const TileRows& next, const Sums& sums) const {
     auto visible = [&](int r) { return visible_to(piece, r, first_key, tile); };
     work.products.load_keys(tile, next);
-    for_blocks(num_rows(piece), [&](int start, int count) {
+    const int first = h * rows_of_head(piece);
+    for_blocks(first, rows_of_head(piece), [&](int start, int count) {
       work.products.multiply_keys(start, count, work.dots);
       // Here, because a matrix unit multiplies meanwhile.
-      if (start == 0) work.products.load_values(tile, next);
+      if (start == first) work.products.load_values(tile, next);
       for (int r = start; r < start + count; ++r) {
         const KeyRange keys = visible(r);
         TileOfWeights weights;
         soften(work.dots + (r - start) * kTile, work.multipliers[r], logits_, keys.first, keys.end,
                sums, r, head_dim_, weights);
-        work.products.set_weights(r, weights);
+        work.products.set_weights(r - start, weights);
       }
       work.products.add_values(start, count, visible, sums.values);
     });
@@ -244,7 +251,7 @@ class Attention {
       for (int i = 0; i < kLanes; ++i) weight += sums.weights[r * kLanes + i];
       if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[h] * kLog2E - sums.maxima[r]);
       if (logits_.round_weights) weight *= kWeightSteps;
-      const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[piece.kv_head];
+      const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[kv_head(piece, r)];
       const float* row = sums.values + static_cast<int64_t>(r) * padded(head_dim_);
       float values[kMaxHeadDim];
       for (int d = 0; d < head_dim_; ++d)

@@ -11,18 +11,21 @@
 
 namespace kv8::KV8_ISA {
 
-constexpr int kMostSplits = 2;    // of a piece, where a sequence has several
-constexpr int kBlockRows = 96;  // rows that share one widened tile of keys and values
+constexpr int kMostSplits = 4;   // of a piece, where a sequence has several
+constexpr int kBlockRows = 96;   // rows that share one widened tile of keys and values
+constexpr int kFewRows = 16;     // rows of a head so few that reading its keys is the work
 
 struct Piece {
   int32_t sequence;
-  int32_t kv_head;
+  int32_t kv_head;      // the first
+  int32_t num_kv_heads;
   int32_t first_token;  // of the sequence's new tokens
   int32_t num_tokens;
   int32_t first_key;  // positions, first_key <= key < end_key; visible to at least one token
   int32_t end_key;
-  int64_t first_of_group;  // number of the first piece of the same rows and head
-  int32_t num_pieces;      // of the group; from one to the next are as many pieces as KV heads
+  int64_t first_of_group;  // number of the first piece of the same rows and heads
+  int32_t num_pieces;      // of the group
+  int32_t next_piece;      // of the group: so many pieces further
   int32_t num_records;     // of the group; none if there is one piece: it finishes its rows itself
   int64_t first_record;    // of this piece
 };
@@ -32,6 +35,8 @@ struct Plan {
   const int queries_per_kv;
   const int block_tokens;
   int splits_per_piece = 1;
+  bool heads_together = false;
+  int max_rows = 0;
   int64_t num_pieces = 0, num_records = 0;
 
   explicit Plan(const kv8_attend& a)
@@ -39,7 +44,6 @@ struct Plan {
         queries_per_kv(a.num_heads / a.cache->num_kv_heads),
         block_tokens(queries_per_kv >= kBlockRows ? 1 : kBlockRows / queries_per_kv) {}
 
-  int max_rows() const { return block_tokens * queries_per_kv; }
   int num_new(int64_t s) const { return attend.query_starts[s + 1] - attend.query_starts[s]; }
   int position(int64_t s, int token) const { return attend.context_lens[s] - num_new(s) + token; }
   int first_visible(int position) const {
@@ -63,20 +67,27 @@ struct Plan {
     return 0;
   }
 
-  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long, but
-  // not so long that a CPU forgets the pages, and what it fetched too much, before the next head.
+  // Choose how long pieces are: short enough to share the work out evenly, and otherwise long. A
+  // block's heads lie side by side; where there is enough to do besides, one thread reads them all
+  // tile by tile, so that memory is read in long runs.
   void fit(int num_threads) {
     int64_t splits = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s)
-      if (num_new(s) <= block_tokens)
-        splits += (attend.context_lens[s] / kSplit + 1) * attend.cache->num_kv_heads;
+      if (num_new(s) <= block_tokens) splits += attend.context_lens[s] / kSplit + 1;
+    heads_together = splits >= 4 * static_cast<int64_t>(num_threads);
+    if (!heads_together) splits *= attend.cache->num_kv_heads;
     const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
     splits_per_piece = even < 1 ? 1 : even > kMostSplits ? kMostSplits : static_cast<int>(even);
   }
 
+  int heads_of_pieces(int num_tokens) const {
+    const bool few = num_tokens * queries_per_kv <= kFewRows;
+    return heads_together && few ? attend.cache->num_kv_heads : 1;
+  }
+
   // Write the pieces, or only count them if `pieces` is null. The longest ones come first.
   void make(Piece* pieces) {
-    num_pieces = num_records = 0;
+    num_pieces = num_records = max_rows = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s) {
       const int blocks = (num_new(s) + block_tokens - 1) / block_tokens;
       for (int block = blocks - 1; block >= 0; --block) {
@@ -92,16 +103,19 @@ struct Plan {
         const int run = blocks == 1 ? splits_per_piece : end_split - first_split;
         piece.num_pieces = (end_split - first_split + run - 1) / run;
         piece.num_records = piece.num_pieces == 1 ? 0 : end_split - first_split;
-        const int heads = attend.cache->num_kv_heads;
+        piece.num_kv_heads = heads_of_pieces(piece.num_tokens);
+        const int heads = attend.cache->num_kv_heads / piece.num_kv_heads;
+        piece.next_piece = heads;
+        max_rows = max(max_rows, piece.num_kv_heads * piece.num_tokens * queries_per_kv);
         const int64_t first_piece = num_pieces;
         for (int split = first_split; split < end_split; split += run) {
           piece.first_key = split == first_split ? first : split * kSplit;
           piece.end_key = end_split - split <= run ? end : (split + run) * kSplit;
-          for (piece.kv_head = 0; piece.kv_head < heads; ++piece.kv_head, ++num_pieces) {
-            piece.first_of_group = first_piece + piece.kv_head;
+          for (int i = 0; i < heads; ++i, ++num_pieces) {
+            piece.kv_head = i * piece.num_kv_heads;
+            piece.first_of_group = first_piece + i;
             piece.first_record =
-                num_records + static_cast<int64_t>(piece.kv_head) * piece.num_records + split -
-                first_split;
+                num_records + static_cast<int64_t>(i) * piece.num_records + split - first_split;
             if (pieces != nullptr) pieces[num_pieces] = piece;
           }
         }

@@ -19,6 +19,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kWeightSteps = 256.0f;  // FP8 attention stores softmax weights times this
 
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // Values of a row of sums, in the order in which codes widen: `lane_of` of the products.

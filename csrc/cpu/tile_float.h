@@ -168,7 +168,7 @@ class FloatProducts {
     return d / group * group + d % codes * kLanes + d % group / codes;
   }
 
-  // A piece of this many rows begins; `single` if all of them see the same keys.
+  // A piece of this many rows a head begins; `single` if all of them see the same keys.
   void begin(int rows, bool single) {
     rows_ = rows, single_ = single, direct_ = single && rows <= kDirectRows;
   }
@@ -179,8 +179,8 @@ class FloatProducts {
   void load_keys(const TileRows& tile, const TileRows& next) const {
     pack_keys<Code>(tile, next, head_dim_, keys_);
   }
-  void multiply_keys(int, int, float* dots) const {
-    dot_products(queries_, rows_, keys_, head_dim_, dots);
+  void multiply_keys(int start, int count, float* dots) const {
+    dot_products(queries_ + static_cast<int64_t>(start) * head_dim_, count, keys_, head_dim_, dots);
   }
   void load_values(const TileRows& tile, const TileRows& next) {
     tile_ = &tile, next_ = &next;
@@ -192,13 +192,14 @@ class FloatProducts {
 
   // Add the weighted values of the tile; visible(r) tells which keys row r sees.
   template <class Visible>
-  void add_values(int, int, const Visible& visible, float* sums) const {
+  void add_values(int start, int, const Visible& visible, float* all_sums) const {
+    float* sums = all_sums + static_cast<int64_t>(start) * padded(head_dim_);
     if (direct_) return weigh_direct<Code>(weights_, rows_, *tile_, *next_, head_dim_, sums);
     if (finite_ || single_)
       return weigh(weights_, rows_, values_, head_dim_, tile_->first, tile_->end, sums);
     // A value that is no finite number must not reach rows that do not see it.
     for (int r = 0; r < rows_; ++r) {
-      const KeyRange keys = visible(r);
+      const KeyRange keys = visible(start + r);
       weigh(weights_ + r * kTile, 1, values_, head_dim_, keys.first, keys.end,
             sums + static_cast<int64_t>(r) * padded(head_dim_));
     }

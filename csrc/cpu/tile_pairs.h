@@ -60,7 +60,7 @@ class PairProducts {
     return d / kGroup * kGroup + vector * kLanes + 4 * quarter + word;
   }
 
-  // A piece of this many rows begins; `single` if all of them see the same keys.
+  // A piece of this many rows a head begins; `single` if all of them see the same keys.
   void begin(int rows, bool) { multiplier_.begin(rows); }
 
   // The parts of a query: each rounds what those before it left. Dimensions in the order in which
@@ -115,10 +115,10 @@ class PairProducts {
     finite_ = pack_values(tile);
   }
 
-  // Weights of row r: pairs of neighbouring keys, part by part.
+  // Weights of row r of a block: pairs of neighbouring keys, part by part.
   void set_weights(int r, TileOfWeights& x) {
     fetch_.rows(4);
-    uint32_t* row = weights_ + r % kBlockRows * parts_.weight * kKeyPairs;
+    uint32_t* row = weights_ + r * parts_.weight * kKeyPairs;
     for (int part = 1; part < parts_.weight; ++part, row += kKeyPairs) {
       for (int i = 0; i < kTile / kLanes; i += 2) {
         const F32 a = upper_part(x[i]), b = upper_part(x[i + 1]);

@@ -7,6 +7,7 @@ import torch
 from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.layer import LayerAttention, LayerCounters
+from kv8.cache.pool import allocate
 from kv8.formats.base import KVFormat
 from kv8.formats.encode import bits, encode, torch_dtype
 from kv8.geometry import LayerGeometry
@@ -69,7 +70,8 @@ class Shape:
             else values.to(torch_dtype(kv_format))
         )
         repeated = bits(some).repeat(-(-num_blocks // _DISTINCT_BLOCKS), 1, 1, 1)[:num_blocks]
-        return repeated.contiguous().view(torch_dtype(kv_format))
+        codes = allocate(repeated.nbytes, torch.device("cpu")).view(repeated.dtype)
+        return codes.view(repeated.shape).copy_(repeated).view(torch_dtype(kv_format))
 
     def batch(self, num_sequences: int, new: int, context: int) -> AttentionBatch:
         """Return a batch of ``new`` tokens a sequence, whose blocks lie in random order."""

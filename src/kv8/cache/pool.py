@@ -44,7 +44,7 @@ class KVPool:
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._arena = _allocate(num_blocks * layout.block_bytes, torch.device(device), fill)
+        self._arena = allocate(num_blocks * layout.block_bytes, torch.device(device), fill)
         self._codes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in geometry.kv_layers:
             dtype = getattr(torch, plan.format(layer.layer).torch_dtype)
@@ -88,8 +88,12 @@ class KVPool:
         )
 
 
-def _allocate(num_bytes: int, device: torch.device, fill: int) -> torch.Tensor:
-    """Return ``num_bytes`` bytes of value ``fill``, uint8 [num_bytes]."""
+def allocate(num_bytes: int, device: torch.device, fill: int = 0) -> torch.Tensor:
+    """Return ``num_bytes`` bytes of value ``fill``, uint8 [num_bytes], as a cache has them.
+
+    Raises:
+        CapacityError: the memory cannot be had.
+    """
     try:
         if fill == 0 and device.type == "cpu" and num_bytes > 0:
             return _fresh_pages(num_bytes)

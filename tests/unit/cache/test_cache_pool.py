@@ -70,7 +70,7 @@ def test_every_layer_block_and_head_has_bytes_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_allocated_bytes_are_those_of_the_layout(name):
+def testallocated_bytes_are_those_of_the_layout(name):
     """Pitfall 59: what is allocated equals the formula, with two head sizes and mixed formats."""
     geometry, plan, layout, pool = make_pool(name)
     assert pool.storage_bytes == 5 * layout.block_bytes
@@ -155,8 +155,8 @@ def test_the_log_line_is_that_of_the_tensors(monkeypatch):
     assert line == (
         "1.76 MiB on cpu in 10 blocks: 30 layers in float8_e4m3fn, 11,520 bytes a token"
     )
-    allocate = pool_module._allocate
-    monkeypatch.setattr(pool_module, "_allocate", lambda n, *rest: allocate(3 * n, *rest))
+    allocate = pool_module.allocate
+    monkeypatch.setattr(pool_module, "allocate", lambda n, *rest: allocate(3 * n, *rest))
     view = pool_module._view
     monkeypatch.setattr(pool_module, "_view", lambda *args: view(*args).view(torch.uint8))
     line = str(KVPool(layout, geometry, plan, 10, "cpu"))
