@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kv8._version import __version__
+from kv8._waiting import wait_briefly
 
 if TYPE_CHECKING:
     from kv8.llm import LLM
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from kv8.sampling_params import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+wait_briefly()  # before torch is imported
 
 _HOMES = {
     "LLM": "kv8.llm",
