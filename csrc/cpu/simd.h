@@ -18,7 +18,7 @@
 namespace kv8::KV8_ISA {
 
 // Always inline: a compiler may think that a function which only prefetches does nothing.
-KV8_INLINE void prefetch(const void* address) { __builtin_prefetch(address); }
+KV8_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 // Keep a vector in a register: compilers like to read it from memory again for each use, and loads
 // are what the inner loops have none of to spare.

@@ -46,6 +46,7 @@ class Shape:
     def _layer(self, kv_format: KVFormat, num_tokens: int) -> LayerAttention:
         quantized = kv_format.quantized
         scale = torch.full((self.num_kv_heads,), _SCALE) if quantized else None
+        k_codes, v_codes = self._codes(kv_format, num_tokens).unbind(1)
         counts = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
         return LayerAttention(
             geometry=LayerGeometry(
@@ -53,8 +54,8 @@ class Shape:
             ),
             group=0,
             format=kv_format,
-            k_codes=self._codes(kv_format, num_tokens),
-            v_codes=self._codes(kv_format, num_tokens),
+            k_codes=k_codes,
+            v_codes=v_codes,
             k_scale=scale,
             v_scale=scale,
             q_scale=None,
@@ -63,13 +64,13 @@ class Shape:
 
     def _codes(self, kv_format: KVFormat, num_tokens: int) -> torch.Tensor:
         num_blocks = -(-num_tokens // self.block_size)
-        values = torch.randn(_DISTINCT_BLOCKS, self.num_kv_heads, self.block_size, self.head_dim)
+        values = torch.randn(_DISTINCT_BLOCKS, 2, self.num_kv_heads, self.block_size, self.head_dim)
         some = (
             encode(values, _SCALE, kv_format)
             if kv_format.quantized
             else values.to(torch_dtype(kv_format))
         )
-        repeated = bits(some).repeat(-(-num_blocks // _DISTINCT_BLOCKS), 1, 1, 1)[:num_blocks]
+        repeated = bits(some).repeat(-(-num_blocks // _DISTINCT_BLOCKS), 1, 1, 1, 1)[:num_blocks]
         codes = allocate(repeated.nbytes, torch.device("cpu")).view(repeated.dtype)
         return codes.view(repeated.shape).copy_(repeated).view(torch_dtype(kv_format))
 

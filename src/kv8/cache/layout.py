@@ -29,8 +29,9 @@ _COUNTER_BYTES = 4 * 8
 class Arrangement(enum.Enum):
     """How blocks are laid out in the arena.
 
-    ``SLOT_MAJOR``: one layer's keys of all blocks lie together (fast to stream); possible when
-    every group has the same slots, which models of one window class always have.
+    ``SLOT_MAJOR``: one layer's keys and values of all blocks lie together, block by block (fast to
+    stream); possible when every group has the same slots, which models of one window class always
+    have.
     ``PAGE_MAJOR``: all bytes of one block lie together.
     """
 
@@ -147,8 +148,8 @@ class CacheLayout:
         k_offset, v_offset = slot.offset, slot.offset + slot.side_bytes
         stride = self.block_bytes // parts
         if self.arrangement is Arrangement.SLOT_MAJOR:
-            k_offset, v_offset = k_offset * num_blocks, v_offset * num_blocks
-            stride = slot.side_bytes
+            k_offset = slot.offset * num_blocks
+            v_offset, stride = k_offset + slot.side_bytes, 2 * slot.side_bytes
         return Placement(k_offset, v_offset, stride, slot.side_bytes, parts * num_blocks)
 
 
