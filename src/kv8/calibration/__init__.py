@@ -1,1 +1,1 @@
-"""Calibration: observes keys, values and queries where attention is computed, and makes scales of them."""
+"""Observes keys, values and queries where attention is computed, and makes scales of them."""
