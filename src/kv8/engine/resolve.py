@@ -7,6 +7,7 @@ the same answers as the engine, and what cannot work is refused within a second.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kv8.formats.base import KVFormat
 from kv8.geometry import ModelGeometry
 from kv8.layer_plan import LayerPlan, make_layer_plan, resolve_cache_format
 from kv8.models.config import load_config
+from kv8.models.fingerprint import weights_fingerprint
 from kv8.models.geometry import read_geometry
 from kv8.models.source import ModelSource, resolve_source
 from kv8.options import EngineOptions
@@ -117,7 +119,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
         geometry,
         plan,
         checkpoint,
-        _explicit_scales(options.kv_scales, geometry),
+        _explicit_scales(options.kv_scales, geometry, source.folder),
         options.missing_scales,
         options.query_dtype,
     )
@@ -184,7 +186,7 @@ def find_scales(
         config.geometry,
         config.plan,
         config.checkpoint,
-        _explicit_scales(kv_scales, config.geometry),
+        _explicit_scales(kv_scales, config.geometry, config.source.folder),
         config.options.missing_scales,
         "fp8" if config.fp8_queries else "native",
     )
@@ -204,13 +206,14 @@ def check_max_model_len(asked: int | None, limit: int) -> None:
 
 
 def _explicit_scales(
-    kv_scales: str | Path | Mapping[str, Any] | None, geometry: ModelGeometry
+    kv_scales: str | Path | Mapping[str, Any] | None, geometry: ModelGeometry, folder: Path
 ) -> ModelScales | None:
     if kv_scales is None:
         return None
     if isinstance(kv_scales, Mapping):
         return scales_from_mapping(kv_scales, geometry)
-    return read_scales_file(Path(kv_scales).expanduser(), geometry)
+    path = Path(kv_scales).expanduser()
+    return read_scales_file(path, geometry, partial(weights_fingerprint, folder))
 
 
 def _cache_memory(
