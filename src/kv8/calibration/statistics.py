@@ -148,5 +148,5 @@ def check_statistic(statistic: str, strategy: str, percentile: float = DEFAULT_P
 
 
 def describe_statistic(statistic: str, percentile: float = DEFAULT_PERCENTILE) -> str:
-    """Return the statistic in a word or two (``absmax``, ``99.99 percentile``)."""
-    return f"{percentile:g} percentile" if statistic == "percentile" else statistic
+    """Return the statistic in a word or two (``absmax``, ``percentile 99.99``)."""
+    return f"percentile {percentile:g}" if statistic == "percentile" else statistic
