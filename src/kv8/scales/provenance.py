@@ -28,6 +28,7 @@ class ScalesFileMetadata:
         geometry: `kv8.scales.scales_file.geometry_fingerprint` of the model; empty: none checked.
         weights: `kv8.models.fingerprint.weights_fingerprint` of the model; empty: none checked.
         strategy: what one scale is per; `None` if nobody said.
+        source: what kind of tokens, if not a text's (``random``).
         kv_cache_dtype: the format whose largest value the statistic was divided by.
         versions: versions of the libraries involved.
     """
@@ -39,6 +40,7 @@ class ScalesFileMetadata:
     geometry: str = ""
     weights: str = ""
     strategy: Strategy | None = None
+    source: str = ""
     kv_cache_dtype: str = FP8_E4M3.name
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -54,6 +56,7 @@ class ScalesFileMetadata:
             "geometry": self.geometry,
             "weights": self.weights,
             "strategy": self.strategy or "",
+            "source": self.source,
             "kv_cache_dtype": self.kv_cache_dtype,
             **{f"{_LIBRARY}{name}": text for name, text in self.versions.items()},
         }
@@ -69,7 +72,8 @@ class ScalesFileMetadata:
     @property
     def measured(self) -> str:
         """Tokens and statistic, as an origin spells them."""
-        return f"{self.num_tokens:,} tokens, {self.statistic}"
+        kind = f"{self.source} tokens" if self.source else "tokens"
+        return f"{self.num_tokens:,} {kind}, {self.statistic}"
 
 
 def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
@@ -90,6 +94,7 @@ def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
         geometry=header.get("geometry", ""),
         weights=header.get("weights", ""),
         strategy=_STRATEGIES.get(header.get("strategy", "")),
+        source=header.get("source", ""),
         kv_cache_dtype=header.get("kv_cache_dtype", FP8_E4M3.name),
         versions={k[prefix:]: v for k, v in header.items() if k.startswith(_LIBRARY)},
     )
