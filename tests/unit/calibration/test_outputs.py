@@ -391,7 +391,7 @@ def test_a_full_disk_leaves_nothing(
 def test_a_quota_leaves_nothing(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    """The kernel itself refuses to make a file larger: of the scales, the tokenizer, the weights."""
+    """The kernel itself refuses a file that large: the scales, the tokenizer, the weights."""
     model = tiny_model()
     monkeypatch.setattr("os.link", no_links)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
