@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kv8.cache.capacity import capacity, peak_blocks
 from kv8.cache.layout import make_layout
 from kv8.cache.manager import CacheManager
+from kv8.calibration.interrupts import held_interrupts
 from kv8.calibration.observations import PARTS, Observations, Part
 from kv8.calibration.observer import ObservingBackend
 from kv8.calibration.parts import split_samples
@@ -115,9 +116,10 @@ def collect_from_model(
     for batch in pending:
         seen = collector.observe(batch, samples)
         seen.check_finite()
-        observations.merge(seen)
-        if on_batch is not None:
-            on_batch(batch.num_done)
+        with held_interrupts():
+            observations.merge(seen)
+            if on_batch is not None:
+                on_batch(batch.num_done)
 
 
 def check_samples(samples: Sequence[Sequence[int]], config: ResolvedConfig) -> None:

@@ -1,7 +1,7 @@
 """All that calibration saw: by part of the data, layer and side. Mergeable, savable, checkable."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Final, Literal
@@ -169,19 +169,31 @@ class Observations:
                 f"made."
             )
 
-    def save(self, path: Path) -> None:
-        """Write everything to a safetensors file."""
-        tensors: dict[str, torch.Tensor] = {}
+    def save(
+        self,
+        path: Path,
+        *,
+        extra: Mapping[str, torch.Tensor] | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write everything to a safetensors file.
+
+        Args:
+            path: the file.
+            extra: tensors to write with it, under names without a dot.
+            facts: entries to write into its header.
+        """
+        tensors: dict[str, torch.Tensor] = dict(extra or {})
         for (part, layer, side), histogram in self._histograms.items():
             both = histogram.tensors() | self._ranges[part, layer, side].tensors()
             tensors |= {f"{part}.{layer}.{side}.{name}": value for name, value in both.items()}
-        facts = {
+        header = {
             "dtype": self.dtype,
             "source": self.source,
             "num_tokens": json.dumps(self.num_tokens),
             "num_samples": json.dumps(self.num_samples),
         }
-        save_file(tensors, path, facts)
+        save_file(tensors, path, {**(facts or {}), **header})
 
     @classmethod
     def load(cls, path: Path) -> "Observations":
@@ -193,7 +205,8 @@ class Observations:
         try:
             with safe_open(path, "pt") as file:
                 facts = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = [name for name in file.keys() if "." in name]  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in names}
             observations = cls(facts["dtype"], facts["source"])
             observations.num_tokens = json.loads(facts["num_tokens"])
             observations.num_samples = json.loads(facts["num_samples"])
