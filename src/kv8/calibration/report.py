@@ -88,8 +88,8 @@ class CalibrationReport:
             f"{how.model}: one {how.kv_format.name} scale a {each}, from the "
             f"{describe_statistic(how.statistic, how.percentile)}\n"
             f"{samples.tokens_used:,} tokens of {samples.tokens_asked:,} asked for, from "
-            f"{samples.description}; {len(samples.sequences):,} samples, of which "
-            f"{self.num_samples['held_out']:,} were held out"
+            f"{samples.description}, in {len(samples.sequences):,} samples, "
+            f"{self.num_samples['held_out']:,} of them held out"
         )
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from typing import Final
 
 from kv8.calibration.observations import MEASURED, Observations
 from kv8.calibration.report_side import SideReport
+from kv8.engine.layer_table import format_share
 from kv8.scales.validity import Strategy
 from kv8.scales.wording import layer_list
 
@@ -14,7 +15,7 @@ UNSTABLE_CHANGE: Final = 0.25
 # Held-out values are like those a server will see; more than one in a thousand clipped is no longer
 # a rare extreme. The default percentile clips a tenth of that on purpose.
 MUCH_SATURATION: Final = 1e-3
-# Rounding alone costs 2.6 % in e4m3 and 5.2 % in e5m2, relative to values of all sizes. Double that
+# Rounding alone costs 2.6 % in e4m3 and 5.2 % in e5m2, relative to values of all sizes. Much more
 # means that a scale does not fit its head.
 MUCH_ERROR: Final = 0.1
 
@@ -23,29 +24,30 @@ def find_warnings(
     rows: Sequence[SideReport], observations: Observations, strategy: Strategy
 ) -> tuple[str, ...]:
     """Return a sentence or two for each thing that is not as it should be."""
-    by_head = " or one scale a head (strategy attn_head)" if strategy == "tensor" else ""
+    by_head = (
+        "Use one scale a head (strategy attn_head), or keep" if strategy == "tensor" else "Keep"
+    )
     found = [
         _about(
             rows,
             lambda row: row.change,
             UNSTABLE_CHANGE,
-            "the two halves of the data give scales that differ by up to {worst}, more than "
-            f"{100 * UNSTABLE_CHANGE:.0f} %. The scales are unstable: use more text, or more varied text.",
+            "the two halves of the data give scales that differ by up to",
+            "The scales are unstable: use more text, or more varied text.",
         ),
         _about(
             rows,
             lambda row: row.saturated_share,
             MUCH_SATURATION,
-            "up to {worst} of the held-out values saturate, more than "
-            f"{100 * MUCH_SATURATION:.1f} %. Use more text, or the statistic absmax.",
+            "the held-out values that saturate are up to",
+            "Use more text, or the statistic absmax.",
         ),
         _about(
             rows,
             lambda row: row.error,
             MUCH_ERROR,
-            "storing changes held-out values of a head by up to {worst}, more than "
-            f"{100 * MUCH_ERROR:.0f} %. Use fp8_e4m3 if this is fp8_e5m2{by_head}, or keep these layers "
-            "unquantized (--kv-cache-dtype-skip-layers).",
+            "storing changes the held-out values of a head by up to",
+            f"{by_head} these layers unquantized (--kv-cache-dtype-skip-layers).",
         ),
     ]
     silent = [row for row in rows if min(row.amax) == 0]
@@ -71,16 +73,19 @@ def _about(
     rows: Sequence[SideReport],
     figure: Callable[[SideReport], float | None],
     limit: float,
-    text: str,
+    finding: str,
+    remedy: str,
 ) -> str:
-    """Return ``text`` with the places where ``figure`` exceeds ``limit``, or nothing."""
+    """Return where ``figure`` exceeds ``limit``, by how much and what to do, or nothing."""
     above = [(value, row) for row in rows if (value := figure(row)) is not None and value > limit]
     if not above:
         return ""
+    where = _places([row for _, row in above])
     worst, row = max(above, key=lambda pair: pair[0])
-    share = f"{worst:.2g}x" if worst >= 10 else f"{100 * worst:.2g} %"
-    where = f"{share} (layer {row.layer}, {row.side})"
-    return f"{_places([row for _, row in above])}: {text.format(worst=where)}"
+    return (
+        f"{where}: {finding} {format_share(worst)} (layer {row.layer}, {row.side}), more than "
+        f"{format_share(limit)}. {remedy}"
+    )
 
 
 def _places(rows: Sequence[SideReport]) -> str:
