@@ -16,7 +16,7 @@ from kv8.calibration.partial import PartialResult
 from kv8.calibration.report import CalibrationReport, Conditions, make_report
 from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import Samples, load_samples
-from kv8.calibration.statistics import describe_statistic
+from kv8.calibration.statistic_names import describe_statistic
 from kv8.engine.engine import Engine
 from kv8.models.fingerprint import weights_fingerprint
 from kv8.models.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kv8.calibration.packing import check_limits
-from kv8.calibration.statistics import DEFAULT_PERCENTILE, StatisticName, check_statistic
+from kv8.calibration.statistic_names import DEFAULT_PERCENTILE, StatisticName, check_statistic
 from kv8.errors import RequestError
 from kv8.formats.base import FORMATS, KVFormat
 from kv8.formats.lookup import get_format

@@ -9,7 +9,7 @@ from kv8.calibration.report_table import layer_table
 from kv8.calibration.report_warnings import find_warnings
 from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import Samples
-from kv8.calibration.statistics import DEFAULT_PERCENTILE, describe_statistic
+from kv8.calibration.statistic_names import DEFAULT_PERCENTILE, describe_statistic
 from kv8.formats.base import KVFormat
 from kv8.geometry import ModelGeometry
 from kv8.scales.scale import SIDES, ModelScales

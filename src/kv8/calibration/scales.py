@@ -5,14 +5,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kv8.calibration.observations import MEASURED, Observations, Part
-from kv8.calibration.statistics import (
+from kv8.calibration.statistic_names import (
     DEFAULT_PERCENTILE,
-    STATISTICS,
-    Settings,
-    SideObserved,
     check_statistic,
     describe_statistic,
 )
+from kv8.calibration.statistics import STATISTICS, Settings, SideObserved
 from kv8.errors import ScaleError
 from kv8.formats.base import KVFormat
 from kv8.geometry import ModelGeometry

@@ -5,20 +5,16 @@ All but ``llmcompressor`` are read off the histogram and so do not depend on the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final
 
 import torch
 
 from kv8.calibration.histogram import MagnitudeHistogram
 from kv8.calibration.moving_average import moving_average_scale
 from kv8.calibration.ranges import SampleRanges
-from kv8.errors import RequestError
+from kv8.calibration.statistic_names import DEFAULT_PERCENTILE
 from kv8.formats.base import KVFormat
 from kv8.scales.validity import SMALLEST_SCALE, Strategy
-
-StatisticName = Literal["absmax", "percentile", "mse", "llmcompressor"]
-
-DEFAULT_PERCENTILE: Final = 99.99
 
 # Candidates for the least squared error: the scale that fits everything, and smaller ones in
 # 32 steps an octave down to a sixteenth. A floating-point format gains nothing by shrinking its
@@ -123,30 +119,3 @@ STATISTICS: Final[Mapping[str, Callable[[SideObserved, Settings], torch.Tensor]]
     "mse": _least_squared_error,
     "llmcompressor": _llmcompressor,
 }
-
-
-def check_statistic(statistic: str, strategy: str, percentile: float = DEFAULT_PERCENTILE) -> None:
-    """Raise `RequestError` unless the three can be used; says what can."""
-    if statistic not in STATISTICS:
-        raise RequestError(
-            f"statistic={statistic!r} is not known. Allowed: {', '.join(STATISTICS)}."
-        )
-    if strategy not in get_args(Strategy):
-        raise RequestError(
-            f"strategy={strategy!r} is not known. Allowed: {', '.join(get_args(Strategy))}."
-        )
-    number = isinstance(percentile, int | float) and not isinstance(percentile, bool)
-    if not (number and 0 < percentile <= 100):
-        raise RequestError(
-            f"percentile must be a number of more than 0 and at most 100, got {percentile!r}."
-        )
-    if percentile != DEFAULT_PERCENTILE and statistic != "percentile":
-        raise RequestError(
-            f"percentile={percentile} was given, but the statistic {statistic!r} has none. Leave "
-            f"it out, or use statistic=percentile."
-        )
-
-
-def describe_statistic(statistic: str, percentile: float = DEFAULT_PERCENTILE) -> str:
-    """Return the statistic in a word or two (``absmax``, ``percentile 99.99``)."""
-    return f"percentile {percentile:g}" if statistic == "percentile" else statistic
