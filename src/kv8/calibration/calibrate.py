@@ -1,6 +1,9 @@
 """From a model and a text to scales, a report on them, and the files that carry both."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from kv8.calibration.observations import MEASURED, Observations
 from kv8.calibration.observe import observe
 from kv8.calibration.outputs import write_outputs
 from kv8.calibration.partial import PartialResult
+from kv8.calibration.picture import can_draw, draw_report
 from kv8.calibration.report import CalibrationReport, Conditions, make_report
 from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import Samples, load_samples
@@ -23,6 +27,8 @@ from kv8.models.tokenizer import load_tokenizer
 from kv8.scales.provenance import ScalesFileMetadata
 from kv8.scales.scale import ModelScales
 from kv8.scales.scales_file import geometry_fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,24 +79,28 @@ def calibrate(
     samples = None
     if not job.writes_itself:
         samples = job.load_samples(load_tokenizer(job.source, job.engine_options.tokenizer))
-    partial = None if job.output is None else PartialResult(job.output, job.facts(samples))
+    progress = None if job.output is None else PartialResult(job.output, job.facts(samples))
     engine = Engine(job.engine_options)
     if samples is None:
-        samples = _written_samples(engine, job, partial)
-    observations = observe(engine, job, samples, partial, use_tqdm=use_tqdm)
+        samples = _written_samples(engine, job, partial, use_tqdm=use_tqdm)
+    observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
     calibration = _conclude(engine, job, samples, observations)
-    if partial is not None:
-        partial.remove()
+    if progress is not None:
+        progress.remove()
     return calibration
 
 
-def _written_samples(engine: Engine, job: Job, partial: PartialResult | None) -> Samples:
+def _written_samples(
+    engine: Engine, job: Job, partial: PartialResult | None, *, use_tqdm: bool
+) -> Samples:
     """Let the model write, or take what it wrote before an interruption."""
-    written = None if partial is None else partial.samples
+    written = None if progress is None else progress.samples
     if written is None:
-        samples = job.load_samples(engine.tokenizer, engine)
-        if partial is not None:  # writing takes longer than anything that comes after it
-            partial.save(samples.sequences, Observations(engine.config.dtype), 0)
+        total = job.asked.samples * job.max_length
+        with tqdm(total=total, desc="Writing", unit="token", disable=not use_tqdm) as bar:
+            samples = job.load_samples(engine.tokenizer, engine, on_step=bar.update)
+        if progress is not None:  # writing takes longer than anything that comes after it
+            progress.save(samples.sequences, Observations(engine.config.dtype), 0)
         return samples
     return load_samples(
         job.asked.data,
@@ -127,16 +137,33 @@ def _conclude(
     scales = measured if asked.query_scales else _without_queries(measured)
     files: list[Path] = []
     if job.output is not None:
+        if not can_draw():
+            logger.warning(
+                "There is no picture of the report: matplotlib, which draws it, is not installed "
+                "(pip install 'kv8[report]')."
+            )
         files = write_outputs(
             job.output,
             scales=scales,
             metadata=_metadata(engine, job, observations),
             report=report.as_dict(),
+            draw=functools.partial(draw_report, report) if can_draw() else None,
             source=config.source,
             geometry=config.geometry,
+            draw=_drawing(report),
             checkpoint=asked.checkpoint,
         )
     return Calibration(scales, report, samples, tuple(files))
+
+
+def _drawing(report: CalibrationReport) -> Callable[[Path], None] | None:
+    if can_draw():
+        return partial(draw_report, report)
+    logger.warning(
+        "The report is written without its picture: matplotlib is not installed (pip install "
+        "'kv8[report]')."
+    )
+    return None
 
 
 def _without_queries(scales: ModelScales) -> ModelScales:
