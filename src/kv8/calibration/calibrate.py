@@ -1,7 +1,6 @@
 """From a model and a text to scales, a report on them, and the files that carry both."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import safetensors
 import torch
+from tqdm import tqdm
 
 from kv8._version import __version__
 from kv8.calibration.job import Job, prepare
@@ -76,13 +76,18 @@ def calibrate(
         OutputError: the results could not be written.
     """
     job = prepare(model, data, options)
+    if job.output is not None and not can_draw():
+        logger.warning(
+            "There will be no picture beside the report: matplotlib, which draws it, is not "
+            "installed (pip install 'kv8[report]')."
+        )
     samples = None
     if not job.writes_itself:
         samples = job.load_samples(load_tokenizer(job.source, job.engine_options.tokenizer))
     progress = None if job.output is None else PartialResult(job.output, job.facts(samples))
     engine = Engine(job.engine_options)
     if samples is None:
-        samples = _written_samples(engine, job, partial, use_tqdm=use_tqdm)
+        samples = _written_samples(engine, job, progress, use_tqdm=use_tqdm)
     observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
     calibration = _conclude(engine, job, samples, observations)
     if progress is not None:
@@ -91,7 +96,7 @@ def calibrate(
 
 
 def _written_samples(
-    engine: Engine, job: Job, partial: PartialResult | None, *, use_tqdm: bool
+    engine: Engine, job: Job, progress: PartialResult | None, *, use_tqdm: bool
 ) -> Samples:
     """Let the model write, or take what it wrote before an interruption."""
     written = None if progress is None else progress.samples
@@ -137,33 +142,17 @@ def _conclude(
     scales = measured if asked.query_scales else _without_queries(measured)
     files: list[Path] = []
     if job.output is not None:
-        if not can_draw():
-            logger.warning(
-                "There is no picture of the report: matplotlib, which draws it, is not installed "
-                "(pip install 'kv8[report]')."
-            )
         files = write_outputs(
             job.output,
             scales=scales,
             metadata=_metadata(engine, job, observations),
             report=report.as_dict(),
-            draw=functools.partial(draw_report, report) if can_draw() else None,
+            draw=partial(draw_report, report) if can_draw() else None,
             source=config.source,
             geometry=config.geometry,
-            draw=_drawing(report),
             checkpoint=asked.checkpoint,
         )
     return Calibration(scales, report, samples, tuple(files))
-
-
-def _drawing(report: CalibrationReport) -> Callable[[Path], None] | None:
-    if can_draw():
-        return partial(draw_report, report)
-    logger.warning(
-        "The report is written without its picture: matplotlib is not installed (pip install "
-        "'kv8[report]')."
-    )
-    return None
 
 
 def _without_queries(scales: ModelScales) -> ModelScales:

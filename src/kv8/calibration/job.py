@@ -1,7 +1,7 @@
 """A calibration before its work begins: what was asked, checked against the model's files."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,14 @@ class Job:
         """Whether the model writes the text that it is calibrated on."""
         return str(self.asked.data) == SELF
 
-    def load_samples(self, tokenizer: Any, engine: Engine | None = None) -> Samples:
-        """Return the samples; ``engine`` writes them if the model is to.
+    def load_samples(
+        self,
+        tokenizer: Any,
+        engine: Engine | None = None,
+        *,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Samples:
+        """Return the samples; ``engine`` writes them if the model is to, and tells ``on_step``.
 
         Raises:
             RequestError: the text cannot be read.
@@ -59,7 +65,7 @@ class Job:
             samples=asked.samples,
             max_length=self.max_length,
             seed=seed,
-            write_text=None if engine is None else text_writer(engine, seed=seed),
+            write_text=engine and text_writer(engine, seed=seed, on_step=on_step),
         )
         # What was asked for is what the user typed, also where the model's limit is shorter.
         return replace(samples, tokens_asked=asked.samples * asked.max_length)
