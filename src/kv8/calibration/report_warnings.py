@@ -63,8 +63,8 @@ def find_warnings(
         )
     if not observations.num_samples["held_out"]:
         found.append(
-            "No text was held out: what the scales do to text they were not made on is not known. "
-            "Use four samples or more."
+            "No text was held out, so what the scales do to text they were not made from is not "
+            "known. It takes four samples or more, and a share to hold out (held_out)."
         )
     return tuple(text for text in found if text)
 

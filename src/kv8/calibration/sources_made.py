@@ -42,7 +42,7 @@ def text_writer(
     Args:
         engine: an engine without requests.
         seed: of the first token and the sampling.
-        on_step: told the number of new tokens after each step.
+        on_step: told how many tokens have come, after each step; their sum is that of the lengths.
 
     Raises:
         EngineError: (the function) the model failed while writing.
@@ -63,6 +63,8 @@ def text_writer(
                     ignore_eos=True,
                 )
                 engine.add_request(name, texts[name], params)
+            if on_step is not None:
+                on_step(sum(map(len, texts.values())))
             while engine.has_unfinished:
                 before = engine.counters.generated_tokens
                 for output in engine.step():

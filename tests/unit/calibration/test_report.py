@@ -143,7 +143,7 @@ def test_the_worst_place_is_named():
 @pytest.mark.parametrize(
     ("parts", "warning"),
     [
-        (("first", "second"), "No text was held out.* Use four samples or more"),
+        (("first", "second"), "No text was held out.* It takes four samples or more"),
         (("first", "held_out"), "one sample to measure.* Use more samples"),
     ],
 )
