@@ -65,7 +65,7 @@ class Job:
             samples=asked.samples,
             max_length=self.max_length,
             seed=seed,
-            write_text=engine and text_writer(engine, seed=seed, on_step=on_step),
+            write_text=None if engine is None else text_writer(engine, seed=seed, on_step=on_step),
         )
         # What was asked for is what the user typed, also where the model's limit is shorter.
         return replace(samples, tokens_asked=asked.samples * asked.max_length)
