@@ -96,7 +96,7 @@ def test_query_scales_and_a_checkpoint(tiny_model, texts, tmp_path):
     command = ("calibrate", tiny_model(), "--data", texts, "--output", output, *SMALL)
     result = kv8(*command, "--checkpoint", "--query-scales")
     assert result.code == 0
-    assert f"Try it: kv8 chat {output}\n" in result.err
+    assert f"Try it: kv8 generate {output} 'Once upon a time'\n" in result.err
     report = json.loads((output / "report.json").read_text())
     shown = kv8("inspect", output, "--json").json
     assert {layer["dtype"] for layer in shown["layers"]} == {"fp8_e4m3"}

@@ -143,16 +143,12 @@ def _name_heads(axes: "Axes", colours: Sequence[Any]) -> None:
 
 def _dress(axes: "Axes", report: CalibrationReport) -> None:
     """Give a panel its axes: logarithmic with numbers people read, whole layers, light lines."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    between = (
-        (1, 1.5, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 200 else (1,)
-    )
-    axes.yaxis.set_major_locator(LogLocator(subs=between))
+    axes.yaxis.set_major_locator(LogLocator(subs=_steps_in_a_decade(axes)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
     axes.tick_params(labelsize=9, colors=_INK, labelbottom=True)
     axes.grid(True, which="major", color=_GRID, lw=0.6)
@@ -164,6 +160,14 @@ def _dress(axes: "Axes", report: CalibrationReport) -> None:
         for layer, type_ in layers.items():
             if type_ == _marked_type(report):
                 axes.axvspan(layer - 0.5, layer + 0.5, color=_TYPE_BAND, lw=0, zorder=-1)
+
+
+def _steps_in_a_decade(axes: "Axes") -> tuple[float, ...]:
+    """Return where a decade of the y axis gets numbers: the fewer decades, the more of them."""
+    low, high = axes.get_ylim()
+    if high / low < 10:
+        return (1, 1.5, 2, 3, 4, 5, 7)
+    return (1, 2, 5) if high / low < 200 else (1,)
 
 
 def _marked_type(report: CalibrationReport) -> str:

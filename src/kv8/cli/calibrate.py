@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kv8.calibration.calibrate import Calibration
 
 _ENGINE_TEXTS = {"seed": "Seed of random tokens, and of text the model writes."}
+_PROMPT = "Once upon a time"
 _HELP = {name: field.metadata["help"] for name, field in CALIBRATION_FIELDS.items()}
 
 
@@ -63,7 +64,7 @@ def _closing(model: str, result: "Calibration") -> str:
 
     folder, used = result.files[0].parent, result.report.conditions.kv_format.name
     names = ", ".join(str(file.relative_to(folder)) for file in result.files)
-    served = ["kv8", "chat", str(folder)]
+    served = ["kv8", "generate", str(folder), _PROMPT]
     if not (folder / "config.json").exists():
         served = [
             "kv8",

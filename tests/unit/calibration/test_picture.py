@@ -1,6 +1,7 @@
 """The picture: one page for every shape of model, and the same report gives the same file."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,13 @@ drawn = pytest.mark.skipif(not can_draw(), reason="the extra kv8[report] is not 
 
 
 @drawn
-@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 @pytest.mark.parametrize(
-    "geometry",
+    ("strategy", "geometry"),
     [
-        {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1},
-        {"num_layers": 40, "num_heads": 16, "num_kv_heads": 8},
-        {"num_layers": 6, "types": ("sliding_attention", "sliding_attention", "full_attention")},
-        {"num_layers": 4, "reads": {2: 0, 3: 1}},
+        ("tensor", {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}),
+        ("attn_head", {"num_layers": 40, "num_heads": 16, "num_kv_heads": 8}),
+        ("tensor", {"num_layers": 6, "types": ("sliding_attention",) * 2 + ("full_attention",)}),
+        ("attn_head", {"num_layers": 4, "reads": {2: 0, 3: 1}}),
     ],
 )
 def test_every_shape_of_model_fits_on_a_page(strategy, geometry, tmp_path):
@@ -44,6 +44,16 @@ def test_every_shape_of_model_fits_on_a_page(strategy, geometry, tmp_path):
     report = report_on(observe(model), model, strategy=strategy)
     draw_report(report, tmp_path / "a.png")
     assert _size(tmp_path / "a.png") == (1800, 1590)
+
+
+@drawn
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_layers_may_differ_in_their_heads(strategy, tmp_path):
+    layers = (*make_geometry(1).layers, make_geometry(2, num_kv_heads=1).layers[1])
+    model = replace(make_geometry(), layers=layers)
+    report = report_on(observe(model), model, strategy=strategy)
+    assert [len(row.amax) for row in report.rows if row.side == "k"] == [2, 1]
+    draw_report(report, tmp_path / "a.png")
 
 
 @drawn
