@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,24 +56,17 @@ def calibrate(
         say(str(result))
     for warning in result.report.warnings:
         note(f"kv8: warning: {warning}")
-    note(_closing(model, result))
+    note(_closing(model, Path(folder).expanduser(), result))
 
 
-def _closing(model: str, result: "Calibration") -> str:
-    """Return what was written, and how it is served."""
+def _closing(model: str, folder: Path, result: "Calibration") -> str:
+    """Return what was written, and how to try it."""
     from kv8.calibration.outputs import SCALES_FILE
 
-    folder, used = result.files[0].parent, result.report.conditions.kv_format.name
     names = ", ".join(str(file.relative_to(folder)) for file in result.files)
-    served = ["kv8", "generate", str(folder), _PROMPT]
+    words = ["kv8", "generate", str(folder), _PROMPT]
     if not (folder / "config.json").exists():
-        served = [
-            "kv8",
-            "chat",
-            model,
-            "--kv-cache-dtype",
-            used,
-            "--kv-scales",
-            str(folder / SCALES_FILE),
-        ]
-    return f"Wrote {folder}: {names}\nTry it: {shlex.join(served)}"
+        kv_format = result.report.conditions.kv_format.name
+        words = ["kv8", "generate", model, _PROMPT, "--kv-cache-dtype", kv_format]
+        words += ["--kv-scales", str(folder / SCALES_FILE)]
+    return f"Wrote {folder}: {names}\nTry it: {shlex.join(words)}"
