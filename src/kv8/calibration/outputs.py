@@ -81,6 +81,7 @@ def write_outputs(
         OutputError: writing failed, or what was read back differs; nothing is left behind.
     """
     _require_complete(scales, geometry)
+    metadata = metadata.with_notes(scales)
     plan = None
     if checkpoint:
         queries = _has_queries(scales)

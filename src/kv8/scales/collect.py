@@ -70,7 +70,7 @@ class _Binding:
             if fault:
                 self.problems.append(_problem(layer, side, tensor, fault))
             else:
-                self.scales[key] = Scale(tensor.values, self._origin(tensor))
+                self.scales[key] = Scale(tensor.values, self._origin(*key, tensor))
 
     def check_copy(self, sides: Sequence[Side], layer: LayerGeometry, tensor: SmallTensor) -> None:
         """Accept a k or v scale of a layer that reads another's KV, if it repeats that layer's.
@@ -83,14 +83,15 @@ class _Binding:
             if side != "q" and (source is None or source.values != tensor.values):
                 raise _no_use(layer, f"Tensor {tensor.name}")
 
-    def _origin(self, tensor: SmallTensor) -> Origin:
+    def _origin(self, layer: int, side: Side, tensor: SmallTensor) -> Origin:
         where = f"{tensor.name} in {tensor.file}"
         metadata = self.headers[tensor.file]
         if metadata is None:
             return Origin(self.kind, where)
+        measured = metadata.measured(layer, side)
         if self.kind is OriginKind.FILE:
-            return Origin(OriginKind.CALIBRATION, f"{metadata.measured} ({where})")
-        return Origin(self.kind, f"{where} (calibration, {metadata.measured})")
+            return Origin(OriginKind.CALIBRATION, f"{measured} ({where})")
+        return Origin(self.kind, f"{where} ({OriginKind.CALIBRATION.value}, {measured})")
 
 
 def collect_scales(

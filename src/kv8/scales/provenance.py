@@ -5,14 +5,16 @@ loads either can say "calibration, 65,536 tokens, absmax" and not just a file na
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv8.formats.base import FP8_E4M3
+from kv8.scales.scale import SIDES, ModelScales, OriginKind, Side
 from kv8.scales.validity import Strategy
 
 FORMAT = "kv8-scales"
 VERSION = "1"
 _LIBRARY = "version_of_"
+_NOTE = "note_on_"
 _STRATEGIES: Mapping[str, Strategy] = {"tensor": "tensor", "attn_head": "attn_head"}
 
 
@@ -31,6 +33,8 @@ class ScalesFileMetadata:
         source: what kind of tokens, if not a text's (``random``).
         kv_cache_dtype: the format whose largest value the statistic was divided by.
         versions: versions of the libraries involved.
+        notes: what else is to be said of single scales, by layer and side (``3.k``): that a head
+            was always zero, so that its scale is a constant.
     """
 
     producer: str
@@ -43,6 +47,7 @@ class ScalesFileMetadata:
     source: str = ""
     kv_cache_dtype: str = FP8_E4M3.name
     versions: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def as_text(self) -> dict[str, str]:
         """Return the header entries of a scales file."""
@@ -59,6 +64,7 @@ class ScalesFileMetadata:
             "source": self.source,
             "kv_cache_dtype": self.kv_cache_dtype,
             **{f"{_LIBRARY}{name}": text for name, text in self.versions.items()},
+            **{f"{_NOTE}{name}": text for name, text in self.notes.items()},
         }
         return {key: text for key, text in entries.items() if text}
 
@@ -69,11 +75,24 @@ class ScalesFileMetadata:
         """
         return self.as_text() | {"format": "pt", "contents": FORMAT}
 
-    @property
-    def measured(self) -> str:
-        """Tokens and statistic, as an origin spells them."""
+    def measured(self, layer: int, side: Side) -> str:
+        """Return tokens and statistic of one scale, as an origin spells them."""
         kind = f"{self.source} tokens" if self.source else "tokens"
-        return f"{self.num_tokens:,} {kind}, {self.statistic}"
+        note = self.notes.get(f"{layer}.{side}", "")
+        return f"{self.num_tokens:,} {kind}, {self.statistic}{note and f', {note}'}"
+
+    def with_notes(self, scales: ModelScales) -> "ScalesFileMetadata":
+        """Return the metadata with what the origins of just measured ``scales`` say beyond it."""
+        plain = replace(self, notes={})
+        notes = {}
+        for layer, of_layer in scales:
+            for side in SIDES:
+                scale, common = of_layer.side(side), f"{plain.measured(layer, side)}, "
+                if scale is None or scale.origin.kind is not OriginKind.CALIBRATION:
+                    continue
+                if scale.origin.detail.startswith(common):
+                    notes[f"{layer}.{side}"] = scale.origin.detail.removeprefix(common)
+        return replace(self, notes=notes)
 
 
 def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
@@ -85,7 +104,6 @@ def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
     if FORMAT not in (header.get("format"), header.get("contents")):
         return None
     number = header.get("num_tokens", "")
-    prefix = len(_LIBRARY)
     return ScalesFileMetadata(
         producer=header.get("producer", ""),
         statistic=header.get("statistic", "unnamed statistic"),
@@ -96,5 +114,10 @@ def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
         strategy=_STRATEGIES.get(header.get("strategy", "")),
         source=header.get("source", ""),
         kv_cache_dtype=header.get("kv_cache_dtype", FP8_E4M3.name),
-        versions={k[prefix:]: v for k, v in header.items() if k.startswith(_LIBRARY)},
+        versions=_entries(header, _LIBRARY),
+        notes=_entries(header, _NOTE),
     )
+
+
+def _entries(header: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {k.removeprefix(prefix): v for k, v in header.items() if k.startswith(prefix)}

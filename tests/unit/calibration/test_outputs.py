@@ -23,7 +23,7 @@ from kv8.errors import OutputError, RequestError, ScaleError
 from kv8.formats.base import FP8_E5M2
 from kv8.models.source import resolve_source
 from kv8.scales.checkpoint import read_checkpoint
-from kv8.scales.scale import SIDES, ModelScales
+from kv8.scales.scale import SIDES, ModelScales, Origin, OriginKind, Scale
 from kv8.scales.scales_file import read_scales_file
 
 P = "model.layers.{}.self_attn.{}_scale"
@@ -221,6 +221,27 @@ def test_provenance_is_in_both_files(tiny_model: TinyModel, tmp_path: Path) -> N
     assert str(file.origin).startswith(f"calibration, {measured}")
     assert str(checkpoint.origin).startswith(f"checkpoint: {P.format(3, 'k')} in model-00002-of")
     assert str(checkpoint.origin).endswith(f"(calibration, {measured})")
+
+
+def test_a_constant_for_a_silent_head_is_told_from_a_measured_scale(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Pitfall 18: what was always zero has no range to measure, and the file says so."""
+    model, folder = tiny_model(), tmp_path / "out"
+    layers = dict(made_up_scales(geometry_in(model)).layers)
+    measured = "4,096 tokens, absmax"
+    silent = Scale((2.0**-7,), Origin(OriginKind.CALIBRATION, f"{measured}, 1 of 1 all zero"))
+    layers[2] = replace(layers[2], v=silent)
+    write(model, folder, scales=ModelScales(layers))
+    for found, end in (
+        (read_scales_file(folder / "kv_scales.safetensors", geometry_in(model)), " (layers.2."),
+        (read_checkpoint(folder, geometry_in(model)).scales, ")"),
+    ):
+        silent_one, other = found.layer(2).v, found.layer(2).k
+        assert silent_one is not None
+        assert other is not None
+        assert f"calibration, {measured}, 1 of 1 all zero{end}" in str(silent_one.origin)
+        assert f"calibration, {measured}{end}" in str(other.origin).replace("k_scale", "v_scale")
 
 
 def fp8_weights(model: Path, folder: Path) -> Path:
