@@ -40,5 +40,5 @@ def test_a_layer_without_or_with_two_is_refused_by_number() -> None:
     with pytest.raises(ScaleError, match=r"layer 1 belong: found no attention module"):
         attention_paths(one, GEOMETRY)
     two = [f"{p}.layers.{n}.self_attn.k_proj.weight" for p in ("model", "other") for n in (0, 1)]
-    with pytest.raises(ScaleError, match=r"layers 0-1 belong: found model\.layers\.0\.self_attn"):
+    with pytest.raises(ScaleError, match=r"layers 0, 1 belong: found model\.layers\.0\.self_attn"):
         attention_paths(two, GEOMETRY)
