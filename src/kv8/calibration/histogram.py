@@ -1,7 +1,7 @@
 """A histogram of magnitudes fine enough that every order-independent statistic is read off it.
 
 A bin is a magnitude rounded to bfloat16, so values of a bfloat16 model are kept exactly, and
-float16 and float32 ones within 2⁻⁹ of themselves. Counts are integers: histograms of parts of the
+float16 and float32 ones to within a share of 2⁻⁸. Counts are integers: histograms of parts of the
 data add up to that of the whole, whatever the order, the threads or the batches were.
 """
 
@@ -67,22 +67,30 @@ class MagnitudeHistogram:
         """Whether no value was NaN or infinite."""
         return bool(self.absmax.isfinite().all())
 
-    def observe(self, values: torch.Tensor) -> None:
-        """Count ``values`` [T, heads, D], bfloat16, float16 or float32, and only read them."""
+    def observe(self, values: torch.Tensor, absmax: torch.Tensor | None = None) -> None:
+        """Count ``values`` [T, heads, D], bfloat16, float16 or float32, and only read them.
+
+        ``absmax`` [heads] is their largest magnitude in each head, if the caller knows it.
+        """
         num_tokens, num_heads, _ = values.shape
         assert num_heads == self.num_heads, f"{num_heads} heads, not {self.num_heads}"
         if num_tokens == 0:
             return
-        magnitudes = values.abs()
-        # Not torch.maximum of a running value alone: a NaN must stay one whatever comes later.
-        self.absmax = torch.maximum(self.absmax, magnitudes.amax(dim=(0, 2)).to(torch.float32))
-        bits = magnitudes.to(torch.bfloat16).view(torch.int16).to(torch.int32)
-        bins = (bits - (_FIRST_BITS - 1)).clamp_(1, NUM_BINS - 1).mul_(bits != 0)
-        bins += torch.arange(
-            0, num_heads * NUM_BINS, NUM_BINS, dtype=torch.int32, device=bins.device
-        ).unsqueeze(1)
-        counted = torch.bincount(bins.flatten(), minlength=num_heads * NUM_BINS)
-        self.counts += counted.view(num_heads, NUM_BINS)
+        if absmax is None:
+            absmax = values.abs().amax(dim=(0, 2))
+        self.absmax = torch.maximum(self.absmax, absmax.to(torch.float32))
+        # Bfloat16 without its sign, as a number, grows with the magnitude.
+        bits = values.to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
+        is_not_zero = bits != 0
+        bits.sub_(_FIRST_BITS - 1).clamp_(1, NUM_BINS - 1).mul_(is_not_zero)
+        first = torch.arange(num_heads, dtype=torch.int32, device=bits.device) * NUM_BINS
+        bins = (bits + first.unsqueeze(1)).flatten()
+        if bins.numel() < self.counts.numel():
+            one = torch.ones(1, dtype=torch.int64, device=bins.device)
+            self.counts.view(-1).index_add_(0, bins, one.expand(bins.numel()))
+        else:
+            counted = torch.bincount(bins, minlength=self.counts.numel())
+            self.counts += counted.view_as(self.counts)
         self.num_tokens += num_tokens
 
     def merge(self, other: "MagnitudeHistogram") -> None:

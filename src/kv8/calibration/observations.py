@@ -69,14 +69,12 @@ class Observations:
         if key not in self._histograms:
             self._histograms[key] = MagnitudeHistogram(heads, values.device)
             self._ranges[key] = SampleRanges(heads)
-        self._histograms[key].observe(values)
-        ends = list(accumulate(lengths))
-        pieces = [
-            torch.aminmax(values[end - length : end].transpose(0, 1).flatten(1), dim=1)
-            for length, end in zip(lengths, ends, strict=True)
-        ]
-        low, high = (torch.stack(each) for each in zip(*pieces, strict=True))
+        ends = accumulate(lengths)
+        pieces = [values[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        low = torch.stack([piece.amin(dim=(0, 2)) for piece in pieces])
+        high = torch.stack([piece.amax(dim=(0, 2)) for piece in pieces])
         self._ranges[key].add(list(samples), low, high)
+        self._histograms[key].observe(values, torch.maximum(-low, high).amax(dim=0))
 
     def count(self, part: Part, num_tokens: int, num_samples: int) -> None:
         """Note that so many tokens and samples of ``part`` have gone through all layers."""
@@ -169,6 +167,14 @@ class Observations:
                 f"made."
             )
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return everything but the counts of tokens and samples, samples in order."""
+        tensors: dict[str, torch.Tensor] = {}
+        for (part, layer, side), histogram in self._histograms.items():
+            both = histogram.tensors() | self._ranges[part, layer, side].tensors()
+            tensors |= {f"{part}.{layer}.{side}.{name}": value for name, value in both.items()}
+        return tensors
+
     def save(
         self,
         path: Path,
@@ -183,10 +189,7 @@ class Observations:
             extra: tensors to write with it, under names without a dot.
             facts: entries to write into its header.
         """
-        tensors: dict[str, torch.Tensor] = dict(extra or {})
-        for (part, layer, side), histogram in self._histograms.items():
-            both = histogram.tensors() | self._ranges[part, layer, side].tensors()
-            tensors |= {f"{part}.{layer}.{side}.{name}": value for name, value in both.items()}
+        tensors = {**(extra or {}), **self.tensors()}
         header = {
             "dtype": self.dtype,
             "source": self.source,

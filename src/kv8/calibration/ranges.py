@@ -45,8 +45,9 @@ class SampleRanges:
         return self.low[order], self.high[order]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything as tensors."""
-        return {"samples": torch.tensor(self.samples), "low": self.low, "high": self.high}
+        """Return everything as tensors, samples in order."""
+        low, high = self.in_order()
+        return {"samples": torch.tensor(sorted(self.samples)), "low": low, "high": high}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "SampleRanges":
