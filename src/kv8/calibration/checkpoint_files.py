@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv8.errors import RequestError
+from kv8.errors import OutputError, RequestError
 from kv8.models.conversion_cache import PROVENANCE
 from kv8.scales.names import resolve_name
 from kv8.scales.tensors import read_json, tensor_names, weight_files
@@ -98,6 +98,23 @@ def take_over(files: SourceFiles, target: Path) -> None:
     for path in files.others:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(files.folder / path, target / path)
+
+
+def require_room(files: SourceFiles, parent: Path) -> None:
+    """Refuse early what `take_over` would run out of space for in a folder of ``parent``.
+
+    Raises:
+        OutputError: the weights are on another disk, and do not fit on this one.
+    """
+    disk, free = parent.stat().st_dev, shutil.disk_usage(parent).free
+    foreign = [file.stat() for file in files.shards if file.stat().st_dev != disk]
+    needed = sum(facts.st_size for facts in foreign)
+    if free < needed:
+        raise OutputError(
+            f"The weights of {files.folder} lie on another disk than {parent} and must be copied "
+            f"into a checkpoint there: that takes {format_bytes(needed)}, and {format_bytes(free)} "
+            f"are free. Free some space, or choose another place."
+        )
 
 
 def total_size(files: SourceFiles) -> int:

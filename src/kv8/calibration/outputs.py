@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kv8.calibration.checkpoint_files import require_room
 from kv8.calibration.checkpoint_writer import CheckpointPlan, plan_checkpoint, write_checkpoint
 from kv8.calibration.new_folder import check_new_folder, new_folder
 from kv8.errors import OutputError, ScaleError
@@ -45,10 +46,12 @@ def check_outputs(
         RequestError: the folder exists or cannot be made, or no checkpoint can be made of this
             model; says what to do.
         ScaleError: the names of its weights do not tell where scales belong.
+        OutputError: the disk is too full for the weights.
     """
     check_new_folder(folder)
     if checkpoint:
-        plan_checkpoint(source.folder, geometry, kv_cache_dtype, queries=queries)
+        plan = plan_checkpoint(source.folder, geometry, kv_cache_dtype, queries=queries)
+        require_room(plan.files, folder.absolute().parent)
 
 
 def write_outputs(

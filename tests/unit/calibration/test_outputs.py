@@ -141,6 +141,32 @@ def test_weights_are_copied_where_links_cannot_be_made(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_disk_too_full_for_the_weights_is_found_before_calibrating(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    arguments = {
+        "source": resolve_source(str(model)),
+        "geometry": geometry_in(model),
+        "checkpoint": True,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    check_outputs(tmp_path / "out", **arguments)  # links need no room
+    real = Path.stat
+
+    def on_another_disk(self: Path, **named: Any) -> Any:
+        found = real(self, **named)
+        if self.suffix != ".safetensors":
+            return found
+        fields = {name: getattr(found, name) for name in ("st_mode", "st_size")}
+        return SimpleNamespace(st_dev=found.st_dev + 1, **fields)
+
+    monkeypatch.setattr("pathlib.Path.stat", on_another_disk)
+    with pytest.raises(OutputError, match=r"another disk .* must be copied .* are free"):
+        check_outputs(tmp_path / "out", **arguments)
+
+
 def sharded(model: Path, folder: Path) -> Path:
     """Write ``model`` to ``folder`` in three shards of the usual names."""
     shutil.copytree(model, folder)
