@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kv8.calibration.histogram import MagnitudeHistogram
@@ -214,7 +214,7 @@ class Observations:
             observations.num_tokens = json.loads(facts["num_tokens"])
             observations.num_samples = json.loads(facts["num_samples"])
             observations._take(tensors)
-        except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ModelError(f"{path} holds no observations of a calibration: {error}.") from error
         return observations
 
