@@ -22,6 +22,7 @@ from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import Samples, load_samples
 from kv8.calibration.statistic_names import describe_statistic
 from kv8.engine.engine import Engine
+from kv8.errors import OutputError, ScaleError
 from kv8.models.fingerprint import weights_fingerprint
 from kv8.models.tokenizer import load_tokenizer
 from kv8.scales.provenance import ScalesFileMetadata
@@ -88,8 +89,13 @@ def calibrate(
     engine = Engine(job.engine_options)
     if samples is None:
         samples = _written_samples(engine, job, progress, use_tqdm=use_tqdm)
-    observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
-    calibration = _conclude(engine, job, samples, observations)
+    try:
+        observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
+        calibration = _conclude(engine, job, samples, observations, progress)
+    except ScaleError:
+        if progress is not None:
+            progress.remove()  # going on from it would end in the same error
+        raise
     if progress is not None:
         progress.remove()
     return calibration
@@ -118,7 +124,11 @@ def _written_samples(
 
 
 def _conclude(
-    engine: Engine, job: Job, samples: Samples, observations: Observations
+    engine: Engine,
+    job: Job,
+    samples: Samples,
+    observations: Observations,
+    progress: PartialResult | None,
 ) -> Calibration:
     """Make scales and their report, and write both if there is an output."""
     asked, config = job.asked, engine.config
@@ -142,16 +152,21 @@ def _conclude(
     scales = measured if asked.query_scales else _without_queries(measured)
     files: list[Path] = []
     if job.output is not None:
-        files = write_outputs(
-            job.output,
-            scales=scales,
-            metadata=_metadata(engine, job, observations),
-            report=report.as_dict(),
-            draw=partial(draw_report, report) if can_draw() else None,
-            source=config.source,
-            geometry=config.geometry,
-            checkpoint=asked.checkpoint,
-        )
+        try:
+            files = write_outputs(
+                job.output,
+                scales=scales,
+                metadata=_metadata(engine, job, observations),
+                report=report.as_dict(),
+                draw=partial(draw_report, report) if can_draw() else None,
+                source=config.source,
+                geometry=config.geometry,
+                checkpoint=asked.checkpoint,
+            )
+        except OutputError:
+            if progress is not None:  # the folder can be written later; the work need not be redone
+                progress.save(samples.sequences, observations, len(samples.sequences))
+            raise
     return Calibration(scales, report, samples, tuple(files))
 
 
