@@ -221,8 +221,8 @@ def _most_tokens(model: HookedModel, config: ResolvedConfig) -> int:
 
     Where kv8's own kernels compute a model's products, they do so up to this many rows; and then
     a token's result depends neither on the tokens beside it nor on the number of threads, which
-    torch's products of more rows do not promise. That is worth more here than the third of the
-    speed it costs.
+    torch's products of more rows do not promise. Scales that anyone can measure again, to the last
+    bit, are worth the half of the speed that it costs.
     """
     most = config.options.max_num_batched_tokens
     return most if model.fusion is None else min(most, MOST_ROWS)

@@ -138,7 +138,7 @@ def test_from_a_forward_pass_in_bfloat16(recomputed: Observations, strategy: str
 def test_from_a_forward_pass_in_float32() -> None:
     """Extremes of the eight shortest samples. A sum of n float32 products, in any order, is off by
     n * 2**-24 of their magnitudes: with n = 1536 in each of 30 layers and the residual stream
-    in between, 1e-3 of a tensor's largest value is generous. Measured: 3e-5.
+    in between, 1e-3 of a tensor's largest value is generous. Measured: 4e-6.
     """
     short = list(range(24, 32))
     observations = observe(samples()[24:], "float32")
