@@ -30,8 +30,8 @@ demo: $(VENV)/.installed
 	$(BIN)/kv8 demo
 
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff format --check src tests csrc benchmarks examples hatch_build.py
-	$(BIN)/ruff check src tests csrc benchmarks examples hatch_build.py
+	$(BIN)/ruff format --check src tests csrc benchmarks examples interop hatch_build.py
+	$(BIN)/ruff check src tests csrc benchmarks examples interop hatch_build.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

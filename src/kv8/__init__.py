@@ -1,7 +1,7 @@
 """kv8: LLM inference with a quantized KV cache that says what it stores, how well, and why.
 
-`LLM` and `SamplingParams` are imported when they are first asked for, so that ``import kv8`` stays
-light: neither torch nor transformers is loaded by it.
+`LLM`, `calibrate` and `SamplingParams` are imported when they are first asked for, so that
+``import kv8`` stays light: neither torch nor transformers is loaded by it.
 """
 
 from importlib import import_module
@@ -11,11 +11,12 @@ from kv8._version import __version__
 from kv8._waiting import wait_briefly
 
 if TYPE_CHECKING:
+    from kv8.calibration.calibrate import calibrate
     from kv8.llm import LLM
     from kv8.outputs import CompletionOutput, RequestOutput
     from kv8.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "calibrate"]
 
 wait_briefly()  # before torch is imported
 
@@ -24,6 +25,7 @@ _HOMES = {
     "CompletionOutput": "kv8.outputs",
     "RequestOutput": "kv8.outputs",
     "SamplingParams": "kv8.sampling_params",
+    "calibrate": "kv8.calibration.calibrate",
 }
 
 

@@ -43,3 +43,7 @@ class SourceError(KV8Error):
 
 class EngineError(KV8Error):
     """The engine failed while working on accepted requests."""
+
+
+class OutputError(KV8Error):
+    """A result could not be written; nothing of it was left behind."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from kv8.calibration.start_up import start_engine
 from kv8.engine.engine import Engine
 from kv8.engine.prompts import Conversation, Prompt, TokenizedPrompt, conversations, prompts_of
 from kv8.engine.report import KVCacheReport, live_report
@@ -40,7 +41,7 @@ class LLM:
             if name not in OPTION_FIELDS:
                 raise RequestError(_unknown_option(name))
         name = str(model) if isinstance(model, Path) else model
-        self._engine: Engine | None = Engine(EngineOptions(model=name, **options))
+        self._engine: Engine | None = start_engine(EngineOptions(model=name, **options))
         self._num_requests = 0
 
     @property

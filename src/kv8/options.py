@@ -32,6 +32,8 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         str | Path | Mapping | None,
         'the name of a scales file, or a dictionary like {0: {"k": 0.05, "v": 0.02}}',
     ),
+    ("calculate_kv_scales", bool, "True or False"),
+    ("calibrate_on", str | Path | None, "the name of a text, a .jsonl file or a data set"),
     ("enable_prefix_caching", bool, "True or False"),
     ("seed", int, "a whole number"),
 )
@@ -70,6 +72,16 @@ class EngineOptions:
     )
     kv_scales: str | Path | Mapping[str, Any] | None = _option(
         None, "Scales file (.safetensors) to use in place of the checkpoint's scales."
+    )
+    calculate_kv_scales: bool = _option(
+        False,
+        "Before serving, measure k and v scales on one batch of random tokens; they hold from "
+        "then on. Replaces the checkpoint's scales.",
+    )
+    calibrate_on: str | Path | None = _option(
+        None,
+        "The same on a text of yours: a .txt or .jsonl file, or what else `kv8 calibrate --data` "
+        "reads.",
     )
     missing_scales: MissingScales = _option(
         "error",
@@ -124,8 +136,9 @@ class EngineOptions:
                 "kv_cache_memory",
                 parse_bytes(self.kv_cache_memory, option="kv_cache_memory"),
             )
+        self._check_one_source_of_scales()
         object.__setattr__(self, "kv_cache_dtype_skip_layers", self.skip_layers)
-        for name in ("tokenizer", "kv_scales"):
+        for name in ("tokenizer", "kv_scales", "calibrate_on"):
             value = getattr(self, name)
             if isinstance(value, Path):
                 object.__setattr__(self, name, str(value))
@@ -135,6 +148,23 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
                 raise RequestError(f"{name} must be {allowed}, got {value!r:.80}.")
+
+    def _check_one_source_of_scales(self) -> None:
+        given = [
+            name
+            for name in ("kv_scales", "calculate_kv_scales", "calibrate_on")
+            if getattr(self, name) not in (None, False)
+        ]
+        if len(given) > 1:
+            raise RequestError(
+                f"{' and '.join(given)} were given, and each says where the scales come from. "
+                f"Give one of them."
+            )
+
+    @property
+    def measures_scales(self) -> bool:
+        """Whether k and v scales are measured at start-up, before anything is served."""
+        return self.calculate_kv_scales or self.calibrate_on is not None
 
     @property
     def skip_layers(self) -> tuple[str, ...]:

@@ -22,6 +22,12 @@ FAILURES = {
     12: "warnings about KV scales when nothing is quantized",
     13: "no written precedence between flag, checkpoint and model dtype",
     14: "an unsupported cache scheme passes because another field is right",
+    16: "layers that calibration never saw keep made-up scales",
+    17: "calibration changes what it measures, or depends on order or on unfinished scales",
+    18: "all scales come out as 1.0, and nobody can tell measured from constant",
+    19: "scales calculated at start-up are silently not calculated",
+    20: "warm-up and probe requests decide the scales",
+    23: "scales polluted by another side or head",
     25: "queries cast to FP8 without a scale",
     26: "per-head scales dropped on one of several paths",
     27: "a scale argument that has no effect",
@@ -64,7 +70,7 @@ FAILURES = {
     73: "per-head scales on one backend only",
 }
 ELSEWHERE = {
-    "16-23": "calibration, which `kv8 calibrate` will bring",
+    "22": "scales of MLA latents, which kv8 does not serve (42)",
     "51, 52, 53": "disaggregation, saved blocks and draft models, which kv8 does not have",
 }
 

@@ -13,6 +13,7 @@ PACKAGES = (
     "cli",
     "bench",
     "llm.py",
+    "calibration",
     "engine",
     "models",
     "attention",

@@ -15,6 +15,7 @@ from kv8._version import __version__
 from kv8.cli.argv import given_words, normalise
 from kv8.cli.bench import LIST_FLAGS as BENCH_LIST_FLAGS
 from kv8.cli.bench import make_bench
+from kv8.cli.calibrate import calibrate
 from kv8.cli.chat import chat
 from kv8.cli.demo import demo
 from kv8.cli.generate import generate
@@ -53,7 +54,7 @@ def make_app() -> typer.Typer:
     ) -> None:
         """Run language models with a quantized KV cache that says what it stores and costs."""
 
-    for command in (generate, chat, plan, inspect, demo):
+    for command in (generate, chat, plan, inspect, calibrate, demo):
         app.command()(command)
     app.add_typer(make_bench(), name="bench")
     return app

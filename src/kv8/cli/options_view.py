@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+from kv8.calibration.options import CALIBRATION_FIELDS, CalibrationOptions
 from kv8.options import OPTION_FIELDS, EngineOptions
 from kv8.sampling_params import SAMPLING_FIELDS, SamplingParams
 
@@ -34,12 +35,17 @@ _METAVARS = {
 }
 
 
-def engine_flags(*, only: Collection[str] | None = None) -> list[inspect.Parameter]:
-    """Return a parameter for every engine option but the model, which is an argument."""
+def engine_flags(
+    *, only: Collection[str] | None = None, texts: Mapping[str, str] | None = None
+) -> list[inspect.Parameter]:
+    """Return a parameter for every engine option but the model, which is an argument.
+
+    ``texts`` are help texts where an option means something narrower in a command.
+    """
     names = OPTION_FIELDS.keys() if only is None else only
     types = get_type_hints(EngineOptions) | _ENGINE_TYPES
     hidden = {"model"} | OPTION_FIELDS.keys() - names
-    return _parameters(OPTION_FIELDS, types, hidden)
+    return _parameters(OPTION_FIELDS, types, hidden, texts or {})
 
 
 def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -48,6 +54,11 @@ def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     hidden = {"n", "seed", "logprobs", "prompt_logprobs", *without}
     types = get_type_hints(SamplingParams) | _SAMPLING_TYPES
     return _parameters(SAMPLING_FIELDS, types, hidden)
+
+
+def calibration_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
+    """Return a parameter for every option of a calibration."""
+    return _parameters(CALIBRATION_FIELDS, get_type_hints(CalibrationOptions), without)
 
 
 def with_flags(
@@ -83,19 +94,22 @@ def _parameters(
     fields: Mapping[str, Field[Any]],
     types: Mapping[str, Any],
     hidden: Collection[str],
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> list[inspect.Parameter]:
     return [
-        _parameter(name, field, types[name]) for name, field in fields.items() if name not in hidden
+        _parameter(name, field, types[name], texts.get(name, field.metadata["help"]))
+        for name, field in fields.items()
+        if name not in hidden
     ]
 
 
-def _parameter(name: str, field: Field[Any], type_: Any) -> inspect.Parameter:
+def _parameter(name: str, field: Field[Any], type_: Any, text: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     is_list = get_origin(type_) is list
     option = typer.Option(
         [] if is_list else field.default,
         f"{flag}/--no-{flag[2:]}" if type_ is bool else flag,
-        help=field.metadata["help"] + (_REPEAT if is_list and flag not in LIST_FLAGS else ""),
+        help=text + (_REPEAT if is_list and flag not in LIST_FLAGS else ""),
         metavar=_METAVARS.get(name) or _choices(type_),
         show_default=not is_list and field.default is not None,
     )

@@ -4,7 +4,6 @@ A step: the scheduler picks the work, the batch builder makes tensors of it, the
 logits over the quantized cache, the sampler chooses tokens, each completion takes its own.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from kv8.cache.manager import CacheManager
+from kv8.engine.announce import announce
 from kv8.engine.batch_builder import BatchBuilder, StepInput
 from kv8.engine.completion import Completion, CompletionContext, CompletionGroup
 from kv8.engine.counters import EngineCounters
@@ -20,6 +20,7 @@ from kv8.engine.end_tokens import find_end_tokens
 from kv8.engine.failures import explain_failure
 from kv8.engine.health import CacheHealth
 from kv8.engine.intake import Intake
+from kv8.engine.measured_scales import ScaleMeasurement, measure_scales
 from kv8.engine.resolve import resolve_options
 from kv8.engine.runner import Runner, ScaleStatus
 from kv8.engine.sampler import SampledToken, sample
@@ -32,8 +33,6 @@ from kv8.options import EngineOptions
 from kv8.outputs import FinishReason, RequestOutput
 from kv8.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-
 _HEALTH_INTERVAL = 32  # steps between looks at the counters, which cost a copy from the device
 
 
@@ -42,6 +41,7 @@ class Engine:
 
     Args:
         options: what the user wants.
+        measure: measures scales, for options that ask for it; see `kv8.calibration.start_up`.
         check_invariants: prove after every step that no block is lost or owned twice (slow).
 
     Attributes:
@@ -53,7 +53,14 @@ class Engine:
         RequestError: the options do not fit the model; see `kv8.engine.resolve.resolve_options`.
     """
 
-    def __init__(self, options: EngineOptions, *, check_invariants: bool = False) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        measure: ScaleMeasurement | None = None,
+        check_invariants: bool = False,
+    ) -> None:
+        assert (measure is not None) is options.measures_scales, "use start_engine"
         self.config = config = resolve_options(options)
         self.tokenizer = load_tokenizer(config.source, options.tokenizer)
         model = load_model(
@@ -65,15 +72,10 @@ class Engine:
             # Whoever asks for the reference wants plain torch everywhere.
             fuse=options.attention_backend != "reference",
         )
+        if measure is not None:
+            self.config = config = measure_scales(measure, model, config, self.tokenizer)
         self.runner = Runner(model, config)
-        logger.info(
-            "Effective settings:\n%s\n  attention_backend = %s\n  KV cache: %s",
-            config.describe(),
-            self.runner.backend.name,
-            self.runner.pool,
-        )
-        for warning in config.warnings:
-            logger.warning("%s", warning)
+        announce(config, self.runner)
         self.counters = EngineCounters()
         self.cache = CacheManager(
             config.layout,

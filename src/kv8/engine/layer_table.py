@@ -38,7 +38,7 @@ def _rows(layer: LayerReport) -> list[tuple[str, ...]]:
             continue
         lost = ("", "")
         if counts is not None:
-            lost = (_share(counts.saturated_share), _share(counts.underflowed_share))
+            lost = (format_share(counts.saturated_share), format_share(counts.underflowed_share))
         origin = str(scale.origin) if not note else f"{scale.origin} ({note})"
         if lines and (lines[-1][-4], lines[-1][-3], *lost) == (_text(scale), origin, "", ""):
             lines[-1] = (*lines[-1][:-5], f"{lines[-1][-5]} {side}", *lines[-1][-4:])
@@ -53,7 +53,8 @@ def _text(scale: Scale) -> str:
     return f"{min(scale.values):.4g}..{max(scale.values):.4g} ({len(scale.values)} heads)"
 
 
-def _share(share: float) -> str:
+def format_share(share: float) -> str:
+    """Return a share as a percentage of two digits; 0 only for none at all."""
     percent = 100 * share
     if percent >= 10:  # two digits, and never 1e+02
         return f"{percent:.0f} %"
@@ -86,7 +87,7 @@ def _summary_line(alike: list[LayerReport]) -> str:
         parts.append(f"{side} scale {spread} ({scales[0].origin.kind.value})")
     for name, share in (("saturated", "saturated_share"), ("underflowed", "underflowed_share")):
         sides = [
-            f"{side} {_share(max(getattr(c, share) for c in counts))}"
+            f"{side} {format_share(max(getattr(c, share) for c in counts))}"
             for side in ("k", "v")
             if (counts := [c for layer in alike if (c := layer.counts(side)) is not None])
         ]

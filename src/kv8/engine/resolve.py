@@ -4,7 +4,6 @@ Reads configuration files and scale tensors, no weights; so `kv8 plan` and `kv8 
 the same answers as the engine, and what cannot work is refused within a second.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,12 @@ from kv8.cache.capacity import Capacity, capacity, longest_sequence, memory_for
 from kv8.cache.gain import describe_gain
 from kv8.cache.layout import CacheLayout, make_layout
 from kv8.engine.resolve_memory import default_cache_memory
+from kv8.engine.scale_choice import (
+    SCALE_SETTINGS,
+    choose_scales,
+    describe_scales,
+    explicit_scales,
+)
 from kv8.errors import CapacityError, RequestError
 from kv8.formats.base import KVFormat
 from kv8.geometry import ModelGeometry
@@ -26,10 +31,8 @@ from kv8.models.geometry import read_geometry
 from kv8.models.source import ModelSource, resolve_source
 from kv8.options import EngineOptions
 from kv8.scales.checkpoint import CheckpointScales, read_checkpoint
-from kv8.scales.from_python import scales_from_mapping
 from kv8.scales.resolve import ResolvedScales, resolve_scales
 from kv8.scales.scale import ModelScales
-from kv8.scales.scales_file import read_scales_file
 from kv8.units import format_bytes
 
 MIN_MODEL_LEN = 2
@@ -113,14 +116,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
         options.kv_cache_dtype, checkpoint.declaration, dtype
     )
     plan = make_layer_plan(geometry, kv_format, options.skip_layers)
-    resolved = resolve_scales(
-        geometry,
-        plan,
-        checkpoint,
-        _explicit_scales(options.kv_scales, geometry),
-        options.missing_scales,
-        options.query_dtype,
-    )
+    resolved = choose_scales(options, geometry, plan, checkpoint, source.folder)
     layout = make_layout(
         geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
     )
@@ -151,7 +147,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
             ),
             Decision("kv_cache_dtype", kv_format.name, format_reason),
             *_skip_decision(options, plan),
-            *_scale_decisions(plan, resolved),
+            *scale_decisions(plan, resolved, options),
             Decision("kv_cache_memory", format_bytes(memory), memory_reason),
             Decision("max_model_len", f"{max_model_len:,} tokens", length_reason),
             Decision(
@@ -184,7 +180,7 @@ def find_scales(
         config.geometry,
         config.plan,
         config.checkpoint,
-        _explicit_scales(kv_scales, config.geometry),
+        explicit_scales(kv_scales, config.geometry, config.source.folder),
         config.options.missing_scales,
         "fp8" if config.fp8_queries else "native",
     )
@@ -201,16 +197,6 @@ def check_max_model_len(asked: int | None, limit: int) -> None:
             f"max_model_len={asked} cannot be served: give at least {MIN_MODEL_LEN} (a token of "
             f"prompt and one of output) and at most {limit}, which this model was made for."
         )
-
-
-def _explicit_scales(
-    kv_scales: str | Path | Mapping[str, Any] | None, geometry: ModelGeometry
-) -> ModelScales | None:
-    if kv_scales is None:
-        return None
-    if isinstance(kv_scales, Mapping):
-        return scales_from_mapping(kv_scales, geometry)
-    return read_scales_file(Path(kv_scales).expanduser(), geometry)
 
 
 def _cache_memory(
@@ -272,21 +258,9 @@ def _skip_decision(options: EngineOptions, plan: LayerPlan) -> list[Decision]:
     return [Decision(f"layers in {skipped[0].format.name}", layers, f"skip list: {entries}")]
 
 
-def _scale_decisions(plan: LayerPlan, resolved: ResolvedScales) -> list[Decision]:
+def scale_decisions(
+    plan: LayerPlan, resolved: ResolvedScales, options: EngineOptions
+) -> list[Decision]:
     """Say granularity, origins and query mode of a quantized cache; nothing for a 16-bit one."""
-    layers = plan.quantized_layers
-    if not layers:
-        return []
-    scales = [s for n in layers for s in (resolved.scales.layer(n).k, resolved.scales.layer(n).v)]
-    known = [scale for scale in scales if scale is not None]
-    origins = Counter(scale.origin.kind.value for scale in known)
-    granularity = "per head" if any(scale.per_head for scale in known) else "per tensor"
-    computed = "FP8 attention" if resolved.fp8_queries else "decoded to float32 for attention"
-    return [
-        Decision(
-            "k and v scales",
-            f"{granularity}, static",
-            ", ".join(f"{count} from {origin}" for origin, count in origins.items()),
-        ),
-        Decision("queries", "fp8_e4m3" if resolved.fp8_queries else "native", computed),
-    ]
+    described = describe_scales(plan, resolved, options)
+    return [Decision(name, *said) for name, said in zip(SCALE_SETTINGS, described, strict=False)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from kv8.errors import ScaleError
 from kv8.geometry import LayerGeometry, ModelGeometry
 from kv8.scales.names import BoundName, Role, resolve_name
+from kv8.scales.provenance import ScalesFileMetadata, parse_header
 from kv8.scales.scale import (
     LayerScales,
     ModelScales,
@@ -16,7 +17,7 @@ from kv8.scales.scale import (
     ScaleProblem,
     Side,
 )
-from kv8.scales.tensors import SmallTensor, read_small
+from kv8.scales.tensors import SmallTensor, file_metadata, read_small
 from kv8.scales.validity import Strategy, shape_fault, values_fault
 from kv8.scales.wording import layer_list
 
@@ -46,6 +47,7 @@ class CollectedScales:
 class _Binding:
     kind: OriginKind
     strategy: Strategy | None
+    headers: Mapping[str, ScalesFileMetadata | None]
     scales: dict[tuple[int, Side], Scale] = field(default_factory=dict)
     problems: list[ScaleProblem] = field(default_factory=list)
     tensors: dict[tuple[int, Side], str] = field(default_factory=dict)
@@ -68,8 +70,28 @@ class _Binding:
             if fault:
                 self.problems.append(_problem(layer, side, tensor, fault))
             else:
-                origin = Origin(self.kind, f"{tensor.name} in {tensor.file}")
-                self.scales[key] = Scale(tensor.values, origin)
+                self.scales[key] = Scale(tensor.values, self._origin(*key, tensor))
+
+    def check_copy(self, sides: Sequence[Side], layer: LayerGeometry, tensor: SmallTensor) -> None:
+        """Accept a k or v scale of a layer that reads another's KV, if it repeats that layer's.
+
+        Readers that give every layer scales of its own (vLLM) need the copy; any other value would
+        be lost here.
+        """
+        for side in sides:
+            source = self.scales.get((layer.kv_source, side))
+            if side != "q" and (source is None or source.values != tensor.values):
+                raise _no_use(layer, f"Tensor {tensor.name}")
+
+    def _origin(self, layer: int, side: Side, tensor: SmallTensor) -> Origin:
+        where = f"{tensor.name} in {tensor.file}"
+        metadata = self.headers[tensor.file]
+        if metadata is None:
+            return Origin(self.kind, where)
+        measured = metadata.measured(layer, side)
+        if self.kind is OriginKind.FILE:
+            return Origin(OriginKind.CALIBRATION, f"{measured} ({where})")
+        return Origin(self.kind, f"{where} ({OriginKind.CALIBRATION.value}, {measured})")
 
 
 def collect_scales(
@@ -91,9 +113,17 @@ def collect_scales(
     """
     bound = {name: role for name in names if (role := resolve_name(name)) is not None}
     layers = {name: _layer(name, role, geometry) for name, role in bound.items()}
-    binding = _Binding(kind, strategy)
+    files = {names[name] for name in bound}
+    headers = {file.name: parse_header(file_metadata(file)) for file in files}
+    binding = _Binding(kind, strategy, headers)
+    copies: list[SmallTensor] = []
     for tensor in read_small([(n, names[n]) for n, r in bound.items() if r.sides]):
-        binding.add(bound[tensor.name], layers[tensor.name], tensor)
+        if _may_be_copy(bound[tensor.name], layers[tensor.name]):
+            copies.append(tensor)
+        else:
+            binding.add(bound[tensor.name], layers[tensor.name], tensor)
+    for tensor in copies:  # after everything they may be copies of
+        binding.check_copy(bound[tensor.name].sides, layers[tensor.name], tensor)
     faulty = {(problem.layer, problem.side) for problem in binding.problems}
     usable = {key: scale for key, scale in binding.scales.items() if key not in faulty}
     return CollectedScales(
@@ -124,16 +154,27 @@ def check_layer(layer: int, sides: Sequence[Side], geometry: ModelGeometry, what
             f"attention in {numbers} only. Is it the scale of another model?"
         ) from None
     if not found.owns_kv and any(side != "q" for side in sides):
-        raise ScaleError(
-            f"{what} is a KV cache scale for layer {layer}, which stores no keys and values: it "
-            f"reads those of layer {found.kv_source}, so this scale would be lost. Remove it; the "
-            f"scales of layer {found.kv_source} hold for both."
-        )
+        raise _no_use(found, what)
+
+
+def _no_use(layer: LayerGeometry, what: str) -> ScaleError:
+    return ScaleError(
+        f"{what} is a KV cache scale for layer {layer.layer}, which stores no keys and values: it "
+        f"reads those of layer {layer.kv_source}, so this scale would be lost. Remove it; the "
+        f"scales of layer {layer.kv_source} hold for both."
+    )
 
 
 def _layer(name: str, bound: BoundName, geometry: ModelGeometry) -> LayerGeometry:
-    check_layer(bound.layer, bound.sides, geometry, f"Tensor {name}")
+    # k and v scales of a layer without a cache are judged later, when all values are known.
+    sides: tuple[Side, ...] = ("q",) if bound.sides else ()
+    check_layer(bound.layer, sides, geometry, f"Tensor {name}")
     return geometry.layer(bound.layer)
+
+
+def _may_be_copy(bound: BoundName, layer: LayerGeometry) -> bool:
+    stored = any(side != "q" for side in bound.sides)
+    return bound.spelling.role is Role.SCALE and stored and not layer.owns_kv
 
 
 def _scale_fault(

@@ -156,7 +156,7 @@ def _groups(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(fields.get("config_groups"))
 
 
-def _is_attention_group(group: Any) -> bool:
+def is_attention_group(group: Any) -> bool:
     """Whether a config group quantizes attention's inputs and no weights."""
     if not isinstance(group, Mapping) or group.get("weights"):
         return False
@@ -170,7 +170,7 @@ def _is_attention_group(group: Any) -> bool:
 
 def _attention_groups(section: Section) -> Iterator[tuple[Mapping[str, Any], str]]:
     for name, group in _groups(section.fields).items():
-        if _is_attention_group(group) and isinstance(group.get("input_activations"), Mapping):
+        if is_attention_group(group) and isinstance(group.get("input_activations"), Mapping):
             where = f"{section.where}.config_groups.{name}.input_activations"
             yield group["input_activations"], where
 

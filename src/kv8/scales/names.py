@@ -87,15 +87,16 @@ SPELLINGS = (
 
 # The module that attends is named after attention nearly everywhere; hybrids call it mixer. Some
 # exporters repeat it, or add vLLM's inner `attn`. Cross-attention has another cache, or none.
-_ATTENTION = r"(?:(?:(?!\w*(?:cross|enc))\w*att(?:n|ention)\w*|\w*SelfAttention|mixer)\.){0,3}"
+ATTENTION_MODULE = r"(?:(?!\w*(?:cross|enc))\w*att(?:n|ention)\w*|\w*SelfAttention|mixer)"
+_ATTENTION = rf"(?:{ATTENTION_MODULE}\.){{0,3}}"
 _TAILS = tuple(
     (re.compile(spelling.tail.format(attention=_ATTENTION)), spelling) for spelling in SPELLINGS
 )
-_LAYER = re.compile(
+LAYER_NAME = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)(?:layers|layer|decoder_layers|h|blocks|block)\.(?P<layer>\d+)\.(?P<tail>.+)"
 )
 # Parts of a checkpoint whose layers are numbered from 0 as well but are not the decoder's.
-_OTHER_PARTS = re.compile(r"vision|visual|image|video|audio|speech|encoder|talker|mtp|draft|eagle")
+OTHER_PARTS = re.compile(r"vision|visual|image|video|audio|speech|encoder|talker|mtp|draft|eagle")
 _LOOKS_LIKE_ONE = re.compile(
     r"(?:^|\.)(?:"
     r"(?:q|k|v|kv|qk|qkv|query|key|value|prob|softmax)_(?:cache_|global_|output_)?"
@@ -129,8 +130,8 @@ def resolve_name(name: str) -> BoundName | None:
     Raises:
         ScaleError: the name looks like a KV cache scale but fits no spelling.
     """
-    match = _LAYER.fullmatch(name)
-    if match and not _OTHER_PARTS.search(match["prefix"].lower()):
+    match = LAYER_NAME.fullmatch(name)
+    if match and not OTHER_PARTS.search(match["prefix"].lower()):
         for tail, spelling in _TAILS:
             found = tail.fullmatch(match["tail"])
             if found:

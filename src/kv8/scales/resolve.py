@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv8.errors import RequestError, ScaleError
-from kv8.formats.base import FP8_E5M2, KVFormat
+from kv8.formats.base import FP8_E4M3, FP8_E5M2, KVFormat
 from kv8.geometry import LayerGeometry, ModelGeometry
 from kv8.options import MissingScales, QueryDtype
 from kv8.scales.checkpoint import CheckpointScales
@@ -73,12 +73,17 @@ def resolve_scales(
     if not quantized:
         _require_nothing_asked(explicit, query_dtype)
         return ResolvedScales()
+    formats = [plan.format(layer.layer) for layer in quantized]
+    _require_range(explicit, formats)
     sources = ScaleSources(explicit, checkpoint)
     owners = [layer for layer in quantized if layer.owns_kv]
     chosen, missing = _find(owners, sources)
     warnings = _defaults(chosen, missing, sources, missing_scales)
     queries = decide_queries(quantized, sources, query_dtype, missing_scales)
-    messages = _summary(chosen, [plan.format(layer.layer) for layer in owners])
+    messages = _summary(chosen)
+    if FP8_E5M2 in formats:
+        messages += _in_wider_format(chosen, sources)
+    warnings += explicit.warnings if explicit is not None else ()
     if any(scale.origin.kind is OriginKind.CHECKPOINT for scale in chosen.values()):
         messages += checkpoint.notes
 
@@ -93,6 +98,18 @@ def resolve_scales(
 
 
 _Chosen = dict[tuple[int, Side], Scale]
+
+
+def _require_range(explicit: ModelScales | None, formats: Sequence[KVFormat]) -> None:
+    """Refuse scales that bring the largest value to 57,344 in a format that ends at 448."""
+    if explicit is None or explicit.made_for != FP8_E5M2.name or FP8_E4M3 not in formats:
+        return
+    clipped = FP8_E5M2.finite_max / FP8_E4M3.finite_max
+    raise ScaleError(
+        f"kv_scales were made for {FP8_E5M2.name}: in {FP8_E4M3.name} everything beyond 1/"
+        f"{clipped:.0f} of the measured range would be clipped. Serve with kv_cache_dtype="
+        f"{FP8_E5M2.name}, or calibrate with kv_cache_dtype={FP8_E4M3.name}."
+    )
 
 
 def _require_nothing_asked(explicit: ModelScales | None, query_dtype: QueryDtype) -> None:
@@ -194,9 +211,9 @@ def _inherit(chosen: _Chosen, quantized: Sequence[LayerGeometry]) -> None:
                 chosen[layer.layer, side] = Scale(chosen[layer.kv_source, side].values, origin)
 
 
-def _summary(chosen: Mapping[tuple[int, Side], Scale], formats: Sequence[KVFormat]) -> list[str]:
+def _summary(chosen: Mapping[tuple[int, Side], Scale]) -> list[str]:
     messages = []
-    calibrated = {k: s for k, s in chosen.items() if s.origin.kind is not OriginKind.DEFAULT}
+    calibrated = _calibrated(chosen)
     for kind in OriginKind:
         of_kind = {key: s for key, s in calibrated.items() if s.origin.kind is kind}
         if of_kind:
@@ -204,10 +221,20 @@ def _summary(chosen: Mapping[tuple[int, Side], Scale], formats: Sequence[KVForma
             per = "head" if any(scale.per_head for scale in of_kind.values()) else "tensor"
             where = layer_list(layer for layer, _ in of_kind)
             messages.append(f"k and v scales of {where}: per {per}, from {first.origin}, ...")
-    if calibrated and FP8_E5M2 in formats:
-        example = next(iter(calibrated.values())).origin
-        messages.append(
-            f"Scales made for fp8_e4m3 ({example}) are used for fp8_e5m2 as they are: a scale "
-            "means the same in both, fp8_e5m2 just clips later and rounds more coarsely."
-        )
     return messages
+
+
+def _in_wider_format(chosen: Mapping[tuple[int, Side], Scale], sources: ScaleSources) -> list[str]:
+    calibrated = _calibrated(chosen)
+    explicit = sources.explicit
+    if not calibrated or (explicit is not None and explicit.made_for == FP8_E5M2.name):
+        return []
+    example = next(iter(calibrated.values())).origin
+    return [
+        f"Scales made for fp8_e4m3 ({example}) are used for fp8_e5m2 as they are: a scale "
+        "means the same in both, fp8_e5m2 just clips later and rounds more coarsely."
+    ]
+
+
+def _calibrated(chosen: Mapping[tuple[int, Side], Scale]) -> dict[tuple[int, Side], Scale]:
+    return {key: s for key, s in chosen.items() if s.origin.kind is not OriginKind.DEFAULT}

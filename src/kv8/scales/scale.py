@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kv8.formats.base import FP8_E4M3
+
 Side = Literal["q", "k", "v"]
 SIDES: tuple[Side, ...] = ("q", "k", "v")
 
@@ -37,7 +39,11 @@ class Origin:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}: {self.detail}" if self.detail else self.kind.value
+        if not self.detail:
+            return self.kind.value
+        # A calibration's detail is an amount, the others' a place: "calibration, 4,096 tokens".
+        separator = ", " if self.kind is OriginKind.CALIBRATION else ": "
+        return f"{self.kind.value}{separator}{self.detail}"
 
 
 @dataclass(frozen=True)
@@ -93,10 +99,14 @@ class ModelScales:
     Attributes:
         layers: the usable scales.
         problems: scales that were found and are unusable. They are absent from ``layers``.
+        made_for: name of the format whose largest value they bring the largest value to.
+        warnings: what a person should know before using them.
     """
 
     layers: Mapping[int, LayerScales] = field(default_factory=dict)
     problems: tuple[ScaleProblem, ...] = ()
+    made_for: str = FP8_E4M3.name
+    warnings: tuple[str, ...] = ()
 
     def layer(self, number: int) -> LayerScales:
         """Return the scales of layer ``number`` (all absent if it has none)."""

@@ -6,8 +6,8 @@ about. It reads these and, through the same table of names, the scale tensors an
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,48 +16,11 @@ from safetensors.torch import save
 from kv8.errors import ModelError, ScaleError
 from kv8.geometry import ModelGeometry
 from kv8.scales.collect import collect_scales
+from kv8.scales.provenance import FORMAT, VERSION, ScalesFileMetadata, parse_header
 from kv8.scales.scale import SIDES, ModelScales, OriginKind
 from kv8.scales.sources import refuse_unusable
 from kv8.scales.tensors import file_metadata, tensor_names
 from kv8.scales.validity import values_fault
-
-FORMAT = "kv8-scales"
-VERSION = "1"
-
-
-@dataclass(frozen=True)
-class ScalesFileMetadata:
-    """How the scales of a file came about; written as text into the file's header.
-
-    Attributes:
-        producer: program and version that measured them.
-        statistic: what they are made from (``absmax / 448``).
-        num_tokens: tokens they were measured on.
-        model: which model, for people.
-        geometry: `geometry_fingerprint` of the model, or empty to have none checked.
-        versions: versions of the libraries involved.
-    """
-
-    producer: str
-    statistic: str
-    num_tokens: int
-    model: str
-    geometry: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    def as_text(self) -> dict[str, str]:
-        """Return the header entries."""
-        entries = {
-            "format": FORMAT,
-            "version": VERSION,
-            "producer": self.producer,
-            "statistic": self.statistic,
-            "num_tokens": str(self.num_tokens),
-            "model": self.model,
-            "geometry": self.geometry,
-            **{f"version_of_{name}": text for name, text in self.versions.items()},
-        }
-        return {key: text for key, text in entries.items() if text}
 
 
 def geometry_fingerprint(geometry: ModelGeometry) -> str:
@@ -67,10 +30,23 @@ def geometry_fingerprint(geometry: ModelGeometry) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def read_scales_file(path: Path | str, geometry: ModelGeometry) -> ModelScales:
+def read_scales_file(
+    path: Path | str,
+    geometry: ModelGeometry,
+    weights_fingerprint: Callable[[], str] | None = None,
+) -> ModelScales:
     """Return the scales in a safetensors file.
 
     Unusable q scales are kept as problems, like a checkpoint's; `resolve_scales` decides.
+
+    Another geometry is refused: the numbers fit no head of this model. Other weights of the same
+    geometry (a fine-tuned model, the same one with its weights quantized) are a warning: the
+    numbers fit and are often good, but only a new calibration could say so.
+
+    Args:
+        path: the file.
+        geometry: the model the scales must fit.
+        weights_fingerprint: gives that of the model's weights; asked only if the file carries one.
 
     Raises:
         ModelError: the file is missing, damaged or no safetensors file.
@@ -84,8 +60,16 @@ def read_scales_file(path: Path | str, geometry: ModelGeometry) -> ModelScales:
             f"kv_scales: {file} {fault}. Give a safetensors file of scales, or leave kv_scales "
             f"(--kv-scales) out to use the checkpoint's own."
         )
-    _check_metadata(file, file_metadata(file), geometry)
-    found = collect_scales(tensor_names((file,)), geometry, OriginKind.FILE)
+    header = file_metadata(file)
+    metadata = parse_header(header)
+    warnings: tuple[str, ...] = ()
+    if metadata is not None:
+        _check_version(file, header.get("version"))
+        _check_geometry(file, metadata, geometry)
+        warnings = _check_weights(file, metadata, weights_fingerprint)
+    found = collect_scales(
+        tensor_names((file,)), geometry, OriginKind.FILE, metadata.strategy if metadata else None
+    )
     if found.unbound:
         raise ScaleError(
             f"{file} holds {found.unbound[0]}, which is no KV cache scale; a scales file holds "
@@ -96,7 +80,8 @@ def read_scales_file(path: Path | str, geometry: ModelGeometry) -> ModelScales:
     bad = [problem for problem in found.scales.problems if problem.side != "q"]
     if bad:
         raise refuse_unusable(bad, "Calibrate again, or remove these entries.")
-    return found.scales
+    made_for = found.scales.made_for if metadata is None else metadata.kv_cache_dtype
+    return replace(found.scales, made_for=made_for, warnings=warnings)
 
 
 def write_scales_file(path: Path | str, scales: ModelScales, metadata: ScalesFileMetadata) -> None:
@@ -121,20 +106,34 @@ def write_scales_file(path: Path | str, scales: ModelScales, metadata: ScalesFil
     _replace(file, save(tensors, metadata.as_text()))
 
 
-def _check_metadata(file: Path, found: Mapping[str, str], geometry: ModelGeometry) -> None:
-    if found.get("format") != FORMAT:
-        return
-    if found.get("version") != VERSION:
+def _check_version(file: Path, version: str | None) -> None:
+    if version != VERSION:
         raise ScaleError(
-            f"{file} has version {found.get('version')!r} of {FORMAT}; this kv8 reads {VERSION!r}. "
+            f"{file} has version {version!r} of {FORMAT}; this kv8 reads {VERSION!r}. "
             "Update kv8 or write the file again."
         )
-    written_for = found.get("geometry", "")
-    if written_for and written_for != geometry_fingerprint(geometry):
+
+
+def _check_geometry(file: Path, metadata: ScalesFileMetadata, geometry: ModelGeometry) -> None:
+    if metadata.geometry and metadata.geometry != geometry_fingerprint(geometry):
         raise ScaleError(
-            f"{file} was written for another model ({found.get('model', 'unnamed')}) than this "
+            f"{file} was written for another model ({metadata.model}) than this "
             f"{geometry.architecture}. Calibrate this model."
         )
+
+
+def _check_weights(
+    file: Path, metadata: ScalesFileMetadata, weights_fingerprint: Callable[[], str] | None
+) -> tuple[str, ...]:
+    if not metadata.weights or weights_fingerprint is None:
+        return ()
+    if metadata.weights == weights_fingerprint():
+        return ()
+    return (
+        f"The scales in {file} were measured with other weights ({metadata.model}) than this "
+        "model's. They are used, but values may be clipped more than they need be: calibrate this "
+        "model (kv8 calibrate).",
+    )
 
 
 def _replace(file: Path, content: bytes) -> None:

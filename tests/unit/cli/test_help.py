@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.command_line import kv8
 
+from kv8.calibration.options import CALIBRATION_FIELDS, ENGINE_OPTIONS
 from kv8.options import OPTION_FIELDS
 from kv8.sampling_params import SAMPLING_FIELDS
 
@@ -18,6 +19,7 @@ COMMANDS = (
     "chat",
     "plan",
     "inspect",
+    "calibrate",
     "demo",
     "bench",
     *(f"bench {b}" for b in BENCHES),
@@ -69,6 +71,14 @@ def test_every_engine_option_is_a_flag(command: str) -> None:
     text = kv8(command, "--help").out
     for name in OPTION_FIELDS.keys() - {"model"}:
         assert f"--{name.replace('_', '-')} " in text
+
+
+def test_every_calibration_option_is_a_flag_and_of_the_engine_s_only_those_that_matter() -> None:
+    text = kv8("calibrate", "--help").out
+    for name in (*CALIBRATION_FIELDS, *ENGINE_OPTIONS):
+        assert f"--{name.replace('_', '-')} " in text
+    for name in OPTION_FIELDS.keys() - {*CALIBRATION_FIELDS, *ENGINE_OPTIONS, "model"}:
+        assert f"--{name.replace('_', '-')} " not in text
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -11,6 +11,7 @@ from tests.checkpoint_folders import compressed_tensors, geometry_of, scale_tens
 
 from kv8.errors import ModelError, ScaleError
 from kv8.scales.checkpoint import read_checkpoint
+from kv8.scales.provenance import ScalesFileMetadata
 from kv8.scales.scale import Origin, OriginKind
 
 P = "model.layers.{}.self_attn."
@@ -142,6 +143,34 @@ def test_a_layer_that_reads_anothers_kv_has_no_k_scale_but_a_q_scale(tmp_path: P
     folder = write_folder(tmp_path / "bad", {P.format(3) + "k_scale": 0.1})
     with pytest.raises(ScaleError, match=r"layers\.3\..*layer 1"):
         read_checkpoint(folder, geometry)
+
+
+def test_a_copy_for_a_layer_that_reads_anothers_kv_is_accepted(tmp_path: Path) -> None:
+    """Pitfall 1: vLLM gives every layer scales of its own, so checkpoints repeat the source's."""
+    geometry = geometry_of(sources={3: 1})
+    tensors = {P.format(n) + f"{s}_scale": 0.1 for n in (1, 3) for s in "kv"}
+    found = read_checkpoint(write_folder(tmp_path / "good", tensors), geometry)
+    assert list(found.scales.layers) == [1]
+    assert found.tensors == set(tensors)
+    other = tensors | {P.format(3) + "v_scale": 0.2}
+    with pytest.raises(ScaleError, match=r"layers\.3\.self_attn\.v_scale .* would be lost"):
+        read_checkpoint(write_folder(tmp_path / "bad", other), geometry)
+
+
+def test_scales_that_kv8_wrote_say_how_they_were_measured(tmp_path: Path) -> None:
+    metadata = ScalesFileMetadata("kv8", "absmax", 4096, "tiny", strategy="tensor")
+    folder = write_folder(tmp_path, {})
+    save_file(
+        {name: torch.tensor([value]) for name, value in scale_tensors().items()},
+        folder / "model.safetensors",
+        metadata.as_shard_text(),
+    )
+    scale = read_checkpoint(folder, geometry_of()).scales.layer(1).k
+    assert scale is not None
+    assert str(scale.origin) == (
+        "checkpoint: model.layers.1.self_attn.k_scale in model.safetensors "
+        "(calibration, 4,096 tokens, absmax)"
+    )
 
 
 def test_an_unbound_scale_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kv8.scales.names import SPELLINGS
-from kv8.scales.scales_file import FORMAT, VERSION
+from kv8.scales.provenance import FORMAT, VERSION
 from kv8.scales.schemes import SUPPORTED
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text()

@@ -1,6 +1,7 @@
 """From what is known of scales to what every quantized layer uses, or a refusal by name."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,26 @@ def test_e4m3_scales_are_used_for_e5m2_and_it_is_said(tmp_path: Path) -> None:
     uncalibrated = resolve(format=FP8_E5M2)
     assert "uncalibrated" in uncalibrated.warnings[0]
     assert not any("fp8_e5m2" in message for message in uncalibrated.messages)
+
+
+def test_scales_made_for_the_wider_format_are_refused_in_the_narrower() -> None:
+    mine = scales_from_mapping({n: {"k": 0.5, "v": 0.25} for n in EVERY_LAYER}, GEOMETRY)
+    wide = replace(mine, made_for=FP8_E5M2.name)
+    plan = make_layer_plan(GEOMETRY, FP8_E4M3, ())
+    with pytest.raises(
+        ScaleError, match=r"made for fp8_e5m2.*beyond 1/128.*kv_cache_dtype=fp8_e4m3"
+    ):
+        resolve_scales(GEOMETRY, plan, CheckpointScales(), wide)
+    plan = make_layer_plan(GEOMETRY, FP8_E5M2, ())
+    messages = resolve_scales(GEOMETRY, plan, CheckpointScales(), wide).messages
+    assert not any("made for fp8_e4m3" in message for message in messages)
+
+
+def test_warnings_of_given_scales_are_passed_on() -> None:
+    mine = scales_from_mapping({n: {"k": 0.5, "v": 0.25} for n in EVERY_LAYER}, GEOMETRY)
+    plan = make_layer_plan(GEOMETRY, FP8_E4M3, ())
+    given = replace(mine, warnings=("other weights",))
+    assert resolve_scales(GEOMETRY, plan, CheckpointScales(), given).warnings == ("other weights",)
 
 
 def test_layers_that_share_kv_inherit_its_scales(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Scales files: written whole, read strictly."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from tests.checkpoint_folders import SMOLLM2, geometry_of, golden_tensors, scale
 
 from kv8.errors import ModelError, ScaleError
 from kv8.scales.from_python import scales_from_mapping
+from kv8.scales.provenance import ScalesFileMetadata, parse_header
 from kv8.scales.scale import LayerScales, ModelScales, Origin, OriginKind, Scale
 from kv8.scales.scales_file import (
-    ScalesFileMetadata,
     geometry_fingerprint,
     read_scales_file,
     write_scales_file,
@@ -21,7 +22,7 @@ from kv8.scales.tensors import file_metadata
 GEOMETRY = geometry_of()
 METADATA = ScalesFileMetadata(
     producer="kv8 0.1.0",
-    statistic="absmax / 448",
+    statistic="absmax",
     num_tokens=4096,
     model="tiny",
     geometry=geometry_fingerprint(GEOMETRY),
@@ -39,16 +40,51 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
     assert found.fingerprint() == SCALES.fingerprint()
     scale = found.layer(2).v
     assert scale is not None
-    assert scale.origin == Origin(OriginKind.FILE, "layers.2.v_scale in scales.safetensors")
+    assert str(scale.origin) == (
+        "calibration, 4,096 tokens, absmax (layers.2.v_scale in scales.safetensors)"
+    )
+    assert scale.origin.kind is OriginKind.CALIBRATION
+    assert found.warnings == ()
+
+
+def test_scales_that_kv8_did_not_write_have_the_file_as_their_origin(tmp_path: Path) -> None:
+    found = read_scales_file(save(tmp_path, {"layers.0.k_scale": ONE}), GEOMETRY)
+    scale = found.layer(0).k
+    assert scale is not None
+    assert scale.origin == Origin(OriginKind.FILE, "layers.0.k_scale in mine.safetensors")
+
+
+def test_other_weights_are_a_warning_and_the_same_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, replace(METADATA, weights="abc"))
+    assert read_scales_file(file, GEOMETRY, lambda: "abc").warnings == ()
+    [warning] = read_scales_file(file, GEOMETRY, lambda: "def").warnings
+    assert "measured with other weights (tiny)" in warning
+    assert "kv8 calibrate" in warning
+
+
+def test_what_one_scale_is_per_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, replace(METADATA, strategy="tensor"))
+    with pytest.raises(ScaleError, match="strategy is 'tensor'"):
+        read_scales_file(file, GEOMETRY)
+
+
+def test_the_format_they_were_made_for_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "scales.safetensors"
+    for name in ("fp8_e4m3", "fp8_e5m2"):
+        write_scales_file(file, SCALES, replace(METADATA, kv_cache_dtype=name))
+        assert read_scales_file(file, GEOMETRY).made_for == name
 
 
 def test_the_file_explains_itself(tmp_path: Path) -> None:
     file = tmp_path / "scales.safetensors"
     write_scales_file(file, SCALES, METADATA)
     header = file_metadata(file)
+    assert parse_header(header) == METADATA
     assert header["format"] == "kv8-scales"
     assert header["version"] == "1"
-    assert header["statistic"] == "absmax / 448"
+    assert header["statistic"] == "absmax"
     assert header["num_tokens"] == "4096"
     assert header["version_of_torch"] == "2.13.0"
     tensors = load_file(file)

@@ -1,0 +1,1 @@
+"""Observes keys, values and queries where attention is computed, and makes scales of them."""

@@ -1,0 +1,191 @@
+"""From a model and a text to scales, a report on them, and the files that carry both."""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from tqdm import tqdm
+
+from kv8._version import __version__
+from kv8.calibration.job import Job, prepare
+from kv8.calibration.observations import MEASURED, Observations
+from kv8.calibration.observe import observe
+from kv8.calibration.outputs import write_outputs
+from kv8.calibration.partial import PartialResult
+from kv8.calibration.picture import can_draw, draw_report
+from kv8.calibration.report import CalibrationReport, Conditions, make_report
+from kv8.calibration.scales import make_scales
+from kv8.calibration.sources import Samples, load_samples
+from kv8.calibration.statistic_names import describe_statistic
+from kv8.engine.engine import Engine
+from kv8.errors import OutputError, ScaleError
+from kv8.models.fingerprint import weights_fingerprint
+from kv8.models.tokenizer import load_tokenizer
+from kv8.scales.provenance import ScalesFileMetadata
+from kv8.scales.scale import ModelScales
+from kv8.scales.scales_file import geometry_fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibration found.
+
+    Attributes:
+        scales: k and v of every layer that stores them, and q of every layer if asked for.
+        report: what each scale is and what it does to text it was not made from; queries included.
+        samples: what it was measured on.
+        files: what was written, if an output folder was given.
+    """
+
+    scales: ModelScales
+    report: CalibrationReport
+    samples: Samples
+    files: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def calibrate(
+    model: str | Path, data: str | Path, *, use_tqdm: bool = True, **options: Any
+) -> Calibration:
+    """Measure a model's keys, values and queries on a text, and make scales for its cache.
+
+    ``kv8.calibrate("smollm2", "texts.jsonl", output="smollm2-scales")``
+
+    An interrupted calibration that has an output keeps what it has seen beside that; the same call
+    goes on from there, and its result is that of an uninterrupted one.
+
+    Args:
+        model: folder, ``.gguf`` file, hub id or built-in name.
+        data: a text, a data set, ``random`` or ``self``; see `load_samples`.
+        use_tqdm: whether to show a progress bar on stderr.
+        options: fields of `kv8.calibration.options.CalibrationOptions` (``strategy``,
+            ``statistic``, ``samples``, ``max_length``, ``output``, ``checkpoint`` ...), and those
+            of `kv8.options.EngineOptions` that its `ENGINE_OPTIONS` lists (``dtype``, ``seed``).
+
+    Raises:
+        RequestError: an option is unknown or does not fit, or the text cannot be read; before
+            weights are, where that is possible.
+        ScaleError: a layer was not observed, or a value was not finite; names it.
+        OutputError: the results could not be written.
+    """
+    job = prepare(model, data, options)
+    if job.output is not None and not can_draw():
+        logger.warning(
+            "There will be no picture beside the report: matplotlib, which draws it, is not "
+            "installed (pip install 'kv8[report]')."
+        )
+    samples = None
+    if not job.writes_itself:
+        samples = job.load_samples(load_tokenizer(job.source, job.engine_options.tokenizer))
+    progress = None if job.output is None else PartialResult(job.output, job.facts(samples))
+    engine = Engine(job.engine_options)
+    if samples is None:
+        samples = _written_samples(engine, job, progress, use_tqdm=use_tqdm)
+    try:
+        observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
+        calibration = _conclude(engine, job, samples, observations, progress)
+    except ScaleError:
+        if progress is not None:
+            progress.remove()  # going on from it would end in the same error
+        raise
+    if progress is not None:
+        progress.remove()
+    return calibration
+
+
+def _written_samples(
+    engine: Engine, job: Job, progress: PartialResult | None, *, use_tqdm: bool
+) -> Samples:
+    """Let the model write, or take what it wrote before an interruption."""
+    written = None if progress is None else progress.samples
+    if written is None:
+        total = job.asked.samples * job.max_length
+        with tqdm(total=total, desc="Writing", unit="token", disable=not use_tqdm) as bar:
+            samples = job.load_samples(engine.tokenizer, engine, on_step=bar.update)
+        if progress is not None:  # writing takes longer than anything that comes after it
+            progress.save(samples.sequences, Observations(engine.config.dtype), 0)
+        return samples
+    return load_samples(
+        job.asked.data,
+        engine.tokenizer,
+        samples=job.asked.samples,
+        max_length=job.max_length,
+        seed=job.engine_options.seed,
+        write_text=lambda _num, _length: [list(sample) for sample in written],
+    )
+
+
+def _conclude(
+    engine: Engine,
+    job: Job,
+    samples: Samples,
+    observations: Observations,
+    progress: PartialResult | None,
+) -> Calibration:
+    """Make scales and their report, and write both if there is an output."""
+    asked, config = job.asked, engine.config
+    measured = make_scales(
+        observations,
+        config.geometry,
+        asked.kv_format,
+        strategy=asked.strategy,
+        statistic=asked.statistic,
+        percentile=asked.percentile,
+    )
+    conditions = Conditions(
+        model=config.source.name,
+        samples=samples,
+        kv_format=asked.kv_format,
+        strategy=asked.strategy,
+        statistic=asked.statistic,
+        percentile=asked.percentile,
+    )
+    report = make_report(observations, measured, config.geometry, conditions)
+    scales = measured if asked.query_scales else _without_queries(measured)
+    files: list[Path] = []
+    if job.output is not None:
+        try:
+            files = write_outputs(
+                job.output,
+                scales=scales,
+                metadata=_metadata(engine, job, observations),
+                report=report.as_dict(),
+                draw=partial(draw_report, report) if can_draw() else None,
+                source=config.source,
+                geometry=config.geometry,
+                checkpoint=asked.checkpoint,
+            )
+        except OutputError:
+            if progress is not None:  # the folder can be written later; the work need not be redone
+                progress.save(samples.sequences, observations, len(samples.sequences))
+            raise
+    return Calibration(scales, report, samples, tuple(files))
+
+
+def _without_queries(scales: ModelScales) -> ModelScales:
+    stored = {number: replace(layer, q=None) for number, layer in scales if layer.k is not None}
+    return ModelScales(stored)
+
+
+def _metadata(engine: Engine, job: Job, observations: Observations) -> ScalesFileMetadata:
+    config, asked = engine.config, job.asked
+    return ScalesFileMetadata(
+        producer=f"kv8 {__version__}",
+        statistic=describe_statistic(asked.statistic, asked.percentile),
+        num_tokens=sum(observations.num_tokens[part] for part in MEASURED),
+        model=config.source.name,
+        geometry=geometry_fingerprint(config.geometry),
+        weights=weights_fingerprint(config.source.folder),
+        strategy=asked.strategy,
+        source=observations.source,
+        kv_cache_dtype=asked.kv_format.name,
+        versions={"torch": torch.__version__, "safetensors": safetensors.__version__},
+    )

@@ -1,0 +1,101 @@
+"""A folder that appears whole or not at all: written beside its place, then renamed.
+
+The temporary folder is locked while it is being written, and the operating system drops the lock
+with the process; so what a killed process left behind is told from what another is still writing,
+and the next attempt removes it.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kv8.errors import OutputError, RequestError
+
+
+def check_new_folder(folder: Path) -> None:
+    """Check, before any work, that ``folder`` can come into being.
+
+    Raises:
+        RequestError: it exists, or the folder it is to stand in does not or cannot be written to.
+    """
+    if os.path.lexists(folder):
+        raise RequestError(
+            f"The output folder {folder} exists, and nothing is ever overwritten. Remove it, or "
+            f"give another one."
+        )
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise RequestError(f"The output folder {folder} cannot be made: {parent} is no folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RequestError(f"The output folder {folder} cannot be made: {parent} is not writable.")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; it becomes ``folder`` when the ``with`` block ends well.
+
+    If the block fails or is interrupted, nothing is left.
+
+    Raises:
+        RequestError: as `check_new_folder`.
+        OutputError: writing failed, for example because the disk is full.
+    """
+    check_new_folder(folder)
+    target = folder.absolute()
+    _remove_leftovers(target)
+    partial = target.with_name(f"{_prefix(target)}{os.getpid()}")
+    try:
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                _flush(path)
+            check_new_folder(folder)  # somebody may have made it meanwhile
+            partial.rename(target)
+            _flush(target.parent)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise OutputError(
+            f"{folder} cannot be written: {error.strerror or error}. Nothing was left behind; free "
+            f"some space or choose another place, and try again."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}.writing-"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.parent.glob(f"{_escape(_prefix(folder))}*"):
+        try:
+            lock = os.open(leftover, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
+        except OSError:  # somebody is at work in there
+            continue
+        finally:
+            os.close(lock)
+
+
+def _escape(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "[?*" else letter for letter in text)
+
+
+def _flush(path: Path) -> None:
+    """Write ``path`` through to the disk, so that a rename never outlives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""What an interrupted calibration has seen so far, kept beside its output to go on from.
+
+A file with all observations, the samples, and the facts that decide a result. It is only gone on
+from if every fact is the same, so that the outcome is that of an uninterrupted calibration.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+
+from kv8.calibration.observations import Observations
+from kv8.errors import ModelError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_SAVES: Final = 30.0
+
+Samples = tuple[tuple[int, ...], ...]
+
+
+class PartialResult:
+    """The file of one calibration's progress.
+
+    Args:
+        output: the folder that the calibration will write.
+        facts: everything that its observations depend on, by name.
+
+    Attributes:
+        path: the file.
+        num_done: samples that ``observations`` holds.
+        samples: the samples, if a file with the same facts was found; else `None`.
+        observations: what was seen so far, likewise.
+
+    Raises:
+        RequestError: there is a file of other facts; names them.
+    """
+
+    def __init__(self, output: Path, facts: Mapping[str, str]) -> None:
+        self.path = output.with_name(f".{output.name}.partial")
+        self.num_done = 0
+        self.samples: Samples | None = None
+        self.observations: Observations | None = None
+        self._facts = dict(facts)
+        self._last_save = time.monotonic()
+        if self.path.exists():
+            self._load()
+
+    def save(self, samples: Samples, observations: Observations, num_done: int) -> None:
+        """Write the state after ``num_done`` samples, whole or not at all.
+
+        A full disk is a warning: what was computed is still in memory.
+        """
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
+        tokens = torch.tensor([token for sample in samples for token in sample], dtype=torch.int32)
+        facts = json.dumps({**self._facts, "num_done": str(num_done)})
+        try:
+            observations.save(
+                temporary, extra={"lengths": lengths, "tokens": tokens}, facts={"partial": facts}
+            )
+            temporary.replace(self.path)
+        except OSError as error:
+            logger.warning("The progress could not be saved to %s: %s.", self.path, error)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._last_save = time.monotonic()
+
+    def save_now_and_then(
+        self, samples: Samples, observations: Observations, num_done: int
+    ) -> None:
+        """Save if that was last done some time ago."""
+        if time.monotonic() - self._last_save > _SECONDS_BETWEEN_SAVES:
+            self.save(samples, observations, num_done)
+
+    def remove(self) -> None:
+        """Delete the file, if there is one."""
+        self.path.unlink(missing_ok=True)
+
+    def _load(self) -> None:
+        way_out = f"Remove {self.path} to start over, or give another output folder."
+        try:
+            with safe_open(self.path, "pt") as file:
+                found: dict[str, str] = json.loads(file.metadata()["partial"])
+                lengths = file.get_tensor("lengths").tolist()
+                tokens = file.get_tensor("tokens").tolist()
+            num_done = int(found.pop("num_done"))
+        except Exception as error:  # whatever is wrong with it: it is no such file
+            raise RequestError(
+                f"{self.path} is not the progress of a calibration ({error}). {way_out}"
+            ) from error
+        differing = [
+            f"{name} was {found.get(name, 'not there')}, is {self._facts.get(name, 'not there')}"
+            for name in sorted(found.keys() | self._facts.keys())
+            if found.get(name) != self._facts.get(name)
+        ]
+        if differing:
+            raise RequestError(
+                f"{self.path} is the progress of another calibration: {'; '.join(differing)}. "
+                f"Repeat that one's command to finish it. {way_out}"
+            )
+        try:
+            self.observations = Observations.load(self.path)
+        except ModelError as error:
+            raise RequestError(f"{error} {way_out}") from error
+        self.samples = _cut(tokens, lengths)
+        self.num_done = num_done
+
+
+def _cut(tokens: Sequence[int], lengths: Sequence[int]) -> Samples:
+    ends = accumulate(lengths)
+    return tuple(
+        tuple(tokens[end - length : end]) for length, end in zip(lengths, ends, strict=True)
+    )

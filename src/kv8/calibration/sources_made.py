@@ -1,0 +1,84 @@
+"""Calibration data nobody has to bring: random tokens, and text the model writes itself."""
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from kv8.calibration.packing import Joints
+from kv8.engine.engine import Engine
+from kv8.errors import EngineError
+from kv8.sampling_params import SamplingParams
+
+# Given how many and how long, returns that many token sequences.
+WriteText: TypeAlias = Callable[[int, int], list[list[int]]]
+
+
+def ordinary_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokenizer's tokens that stand for text, ascending: all but the special ones."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    return sorted({*tokenizer.get_vocab().values()} - special)
+
+
+def random_samples(
+    tokenizer: Any, joints: Joints, samples: int, max_length: int, *, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return samples of ``max_length`` tokens: a prompt's beginning, then tokens drawn evenly."""
+    draw, tokens = random.Random(seed), ordinary_tokens(tokenizer)
+    num = max_length - len(joints.begin)
+    return tuple((*joints.begin, *draw.choices(tokens, k=num)) for _ in range(samples))
+
+
+def text_writer(
+    engine: Engine, *, seed: int, on_step: Callable[[int], None] | None = None
+) -> WriteText:
+    """Return a function that lets ``engine``'s model write, sampling at temperature 1.
+
+    Each text starts as a prompt does, or with one random token where prompts have no beginning of
+    their own. The model goes on behind its end tokens until the length is reached, so that as many
+    tokens are used as were asked for. The same engine options and seed give the same texts, as far
+    as the model rounds alike: another batch or thread count may make it write something else.
+
+    Args:
+        engine: an engine without requests.
+        seed: of the first token and the sampling.
+        on_step: told how many tokens have come, after each step; their sum is that of the lengths.
+
+    Raises:
+        EngineError: (the function) the model failed while writing.
+    """
+    joints = Joints.of(engine.tokenizer)
+    draw, tokens = random.Random(seed), ordinary_tokens(engine.tokenizer)
+
+    def write(num: int, length: int) -> list[list[int]]:
+        texts: dict[str, list[int]] = {}
+        try:
+            for i in range(num):
+                name = f"self-{i}"
+                texts[name] = list(joints.begin) or [draw.choice(tokens)]
+                params = SamplingParams(
+                    temperature=1.0,
+                    seed=seed + i,
+                    max_tokens=length - len(texts[name]),
+                    ignore_eos=True,
+                )
+                engine.add_request(name, texts[name], params)
+            if on_step is not None:
+                on_step(sum(map(len, texts.values())))
+            while engine.has_unfinished:
+                before = engine.counters.generated_tokens
+                for output in engine.step():
+                    completion = output.outputs[0]
+                    if completion.finish_reason == "error":
+                        raise EngineError(f"The model failed while writing: {completion.error}")
+                    if output.finished:
+                        texts[output.request_id] += completion.token_ids
+                if on_step is not None:
+                    on_step(engine.counters.generated_tokens - before)
+        except BaseException:  # ctrl-C too: the engine must be idle again
+            for name in texts:
+                engine.abort(name)
+            raise
+        return list(texts.values())
+
+    return write

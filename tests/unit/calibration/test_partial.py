@@ -1,0 +1,92 @@
+"""Progress that survives an interruption: exact, checked, and never mistaken for another's."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.observing import same
+
+from kv8.calibration.interrupts import held_interrupts
+from kv8.calibration.observations import Observations
+from kv8.calibration.partial import PartialResult
+from kv8.errors import RequestError
+
+FACTS = {"dtype": "float32", "data": "12ab"}
+SAMPLES = ((1, 2, 3), (4,), (5, 6))
+
+
+def seen() -> Observations:
+    observations = Observations("float32")
+    for side in ("q", "k", "v"):
+        observations.observe("first", 0, side, torch.randn(4, 2, 16), [0, 1], [3, 1])  # type: ignore[arg-type]
+    observations.count("first", 4, 2)
+    return observations
+
+
+def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    observations = seen()
+    fresh = PartialResult(tmp_path / "out", FACTS)
+    assert (fresh.num_done, fresh.samples, fresh.observations) == (0, None, None)
+    fresh.save(SAMPLES, observations, 2)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    again = PartialResult(tmp_path / "out", FACTS)
+    assert (again.num_done, again.samples) == (2, SAMPLES)
+    assert again.observations is not None
+    assert same(again.observations, observations)
+    again.remove()
+    again.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_calibrations_progress_is_refused_naming_the_differences(tmp_path: Path) -> None:
+    PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
+    with pytest.raises(RequestError, match=r"data was 12ab, is 34cd.*Remove .*\.out\.partial") as e:
+        PartialResult(tmp_path / "out", {**FACTS, "data": "34cd"})
+    assert "dtype" not in str(e.value)
+    assert (tmp_path / ".out.partial").exists()
+    PartialResult(tmp_path / "other", {**FACTS, "data": "34cd"})
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors", None])
+def test_a_damaged_file_is_refused_with_a_way_out(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / ".out.partial"
+    PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
+    path.write_bytes(path.read_bytes()[:-50] if content is None else content)
+    with pytest.raises(RequestError, match=r"Remove .* to start over"):
+        PartialResult(tmp_path / "out", FACTS)
+
+
+def test_a_full_disk_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Observations, "save", fail)
+    PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
+    assert "No space left on device" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_for_the_end_of_what_must_be_whole() -> None:
+    done = []
+
+    def work() -> None:
+        with held_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_an_interrupt_nothing_is_raised() -> None:
+    with held_interrupts():
+        pass
+    with pytest.raises(ValueError, match="own"), held_interrupts():
+        raise ValueError("own")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
