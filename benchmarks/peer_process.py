@@ -58,6 +58,11 @@ class Peer:
         return replace(self, settings={**self.settings, **self.fallback}, fallback=None)
 
 
+def _own_settings() -> dict[str, str]:
+    """Return this process's environment without what importing kv8 set in it: each has its own."""
+    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+
+
 class PeerProcess:
     """A running peer.
 
@@ -83,7 +88,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **peer.environment},
+            env=_own_settings() | dict(peer.environment),
         )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
