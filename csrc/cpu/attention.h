@@ -39,6 +39,8 @@ struct Workspace {
         total(arena.take<float>(Sums::floats(rows, head_dim))) {}
 };
 
+constexpr int kAhead = 2;  // tiles from what is computed to what is fetched
+
 template <class Code>
 class Attention {
  public:
@@ -177,19 +179,24 @@ class Attention {
   }
 
   // Call work(position of the tile's first key, which of the piece's KV heads, the tile, the one to
-  // fetch) for a piece's tiles. The last of them fetches the first of the next piece, which mostly
-  // is this thread's too.
+  // fetch) for a piece's tiles. The last of them fetch the first of the next piece, which mostly is
+  // this thread's too.
   template <class Work>
   void for_tiles(const Piece& piece, const Piece& next_piece, Work&& work) const {
-    TileRows tiles[2];
+    TileRows tiles[kAhead + 1];
     const int heads = piece.num_kv_heads, first = piece.first_key / kTile;
     const int count = ((piece.end_key - 1) / kTile - first + 1) * heads;
-    locate(piece, first * kTile, 0, tiles[0]);
+    auto locate_tile = [&](int i) {
+      TileRows& tile = tiles[i % (kAhead + 1)];
+      if (i < count) return locate(piece, (first + i / heads) * kTile, i % heads, tile);
+      i = min(i - count, next_piece.num_kv_heads - 1);
+      locate(next_piece, next_piece.first_key / kTile * kTile, i, tile);
+    };
+    for (int i = 0; i < kAhead; ++i) locate_tile(i);
     for (int i = 0; i < count; ++i) {
-      TileRows& next = tiles[(i + 1) & 1];
-      if (i + 1 < count) locate(piece, (first + (i + 1) / heads) * kTile, (i + 1) % heads, next);
-      else locate(next_piece, next_piece.first_key / kTile * kTile, 0, next);
-      work((first + i / heads) * kTile, i % heads, tiles[i & 1], next);
+      locate_tile(i + kAhead);
+      work((first + i / heads) * kTile, i % heads, tiles[i % (kAhead + 1)],
+           tiles[(i + kAhead) % (kAhead + 1)]);
     }
   }
 
