@@ -172,7 +172,7 @@ def _conclude(
 
 def _without_queries(scales: ModelScales) -> ModelScales:
     stored = {number: replace(layer, q=None) for number, layer in scales if layer.k is not None}
-    return ModelScales(stored)
+    return replace(scales, layers=stored)
 
 
 def _metadata(engine: Engine, job: Job, observations: Observations) -> ScalesFileMetadata:

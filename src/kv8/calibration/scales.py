@@ -77,4 +77,4 @@ def make_scales(
             zero = f", {silent} of {len(values)} all zero" if silent else ""
             origin = Origin(OriginKind.CALIBRATION, detail + zero)
             scales[layer.layer, side] = Scale(values, origin)
-    return ModelScales(by_layer(scales))
+    return ModelScales(by_layer(scales), made_for=kv_format.name)
