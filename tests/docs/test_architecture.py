@@ -28,6 +28,7 @@ PACKAGES = (
     "formats",
     "units.py",
     "errors.py",
+    "_waiting.py",
 )
 
 
