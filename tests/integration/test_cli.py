@@ -369,7 +369,7 @@ def test_the_trace_shows_with_debug_only(tiny_model, monkeypatch) -> None:
     def broken(*_: object, **__: object):
         raise ZeroDivisionError("surprise")
 
-    monkeypatch.setattr(kv8.llm, "Engine", broken)
+    monkeypatch.setattr(kv8.llm, "start_engine", broken)
     from tests.command_line import kv8 as run
 
     quiet, loud = run("generate", tiny_model(), "a"), run("generate", tiny_model(), "a", "--debug")
