@@ -74,7 +74,7 @@ class Judge:
     def observe(self, samples: Sequence[Sequence[int]]) -> Observations:
         """Return what ``samples`` are where attention is computed."""
         observations = Observations(self.engine.config.dtype)
-        collect(self.engine, samples, observations)
+        collect(self.engine.runner.model, self.engine.config, samples, observations)
         return observations
 
     def rows(

@@ -24,7 +24,7 @@ def texts(lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> list[list[int]]
 def observe(engine: Engine, samples: Sequence[Sequence[int]], **options: Any) -> Observations:
     """Return what the samples are in every layer of the engine's model."""
     observations = Observations(engine.config.dtype)
-    collect(engine, samples, observations, **options)
+    collect(engine.runner.model, engine.config, samples, observations, **options)
     return observations
 
 

@@ -86,7 +86,8 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
-      attention.attend(pieces[i], next_of(i), work, pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]),
+      float* records = pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]);
+      attention.attend(pieces[i], next_of(i), work, records,
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);
     }
 #pragma omp for schedule(static)

@@ -44,6 +44,10 @@ constexpr int kAhead = 2;  // tiles from what is computed to what is fetched
 template <class Code>
 class Attention {
  public:
+  // Rows of a head that is read together with others go through a tile in one block, or sums computed
+  // beyond its last row would be those of the next head.
+  static_assert(kFewRows <= Products<Code>::kBlockRows);
+
   Attention(const kv8_attend& attend, const Plan& plan)
       : a_(attend), cache_(*attend.cache), plan_(plan), head_dim_(attend.cache->head_dim) {
     logits_.round_weights = attend.q_scale != nullptr;
@@ -60,7 +64,8 @@ class Attention {
 
   // What a piece's rows sum up to: split by split into `records` if other pieces have their share,
   // else finished to the output. `maxima` [R] are the rows' known maxima, or null.
-  void attend(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* records, const float* maxima) const {
+  void attend(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* records,
+              const float* maxima) const {
     const int rows = num_rows(piece);
     const bool alone = records == nullptr;
     pack_queries(piece, work);
@@ -87,7 +92,8 @@ class Attention {
   }
 
   // The maxima of a piece's rows over its keys, whole numbers; [R].
-  void find_maxima(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* maxima) const {
+  void find_maxima(const Piece& piece, const Piece& next_piece, Workspace<Code>& work,
+                   float* maxima) const {
     const int rows = num_rows(piece);
     pack_queries(piece, work);
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;

@@ -24,25 +24,9 @@ KV8_INLINE void interleave(U32 a, U32 b, U32 (&out)[2]) {
 // A word of codes to its pairs: (0, 2) and (1, 3) of four FP8 codes, (0, 1) of two bfloat16. And the
 // largest magnitude of codes that went by, to find those that are no finite number.
 template <class Code>
-struct ToPairs {
+struct ToPairs : CodePairs<Code> {
   static constexpr int kPairs = 2;  // of a word
   static constexpr uint8_t kFinite = Code::kLargest;
-  U32 upper0, upper1, lower0, lower1;
-  ToPairs() {
-    const ByteTable<Code>& table = ByteTable<Code>::get();
-    upper0 = load_words(table.upper), upper1 = load_words(table.upper + 64);
-    lower0 = load_words(table.lower), lower1 = load_words(table.lower + 64);
-  }
-  KV8_INLINE void operator()(U32 word, U32* out) const {
-    const U32 sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const U32 low_bytes = _mm512_set1_epi16(0x00ff);
-    const U32 lower = _mm512_permutex2var_epi8(lower0, word, lower1);
-    U32 upper = _mm512_permutex2var_epi8(upper0, word, upper1);
-    upper = _mm512_ternarylogic_epi64(upper, word, sign, 0xf8);  // upper | (word & sign)
-    // (a & low_bytes) | (b & ~low_bytes)
-    out[0] = _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
-    out[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
-  }
   static KV8_INLINE U32 larger(U32 largest, U32 codes) {
     return _mm512_max_epu8(largest, codes | _mm512_set1_epi8(static_cast<char>(0x80)));
   }

@@ -84,30 +84,39 @@ struct ByteTable {
   }
 };
 
-// Codes to float32, exact: one vector for each code of a word, in their order.
+// A word of four FP8 codes as pairs of bfloat16, exact: codes 0 and 2, then 1 and 3.
 template <class Code>
-struct Widen {
+struct CodePairs {
   U32 upper0, upper1, lower0, lower1;
-  Widen() {
+  CodePairs() {
     const ByteTable<Code>& table = ByteTable<Code>::get();
     upper0 = load_words(table.upper), upper1 = load_words(table.upper + 64);
     lower0 = load_words(table.lower), lower1 = load_words(table.lower + 64);
   }
-  KV8_INLINE void operator()(U32 word, F32* out) const {
+  KV8_INLINE void operator()(U32 word, U32* out) const {
     const U32 sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    const U32 low_bytes = _mm512_set1_epi16(0x00ff), upper_half = splat_word(0xffff0000u);
+    const U32 low_bytes = _mm512_set1_epi16(0x00ff);
     const U32 lower = _mm512_permutex2var_epi8(lower0, word, lower1);
     U32 upper = _mm512_permutex2var_epi8(upper0, word, upper1);
     upper = _mm512_ternarylogic_epi64(upper, word, sign, 0xf8);  // upper | (word & sign)
-    // As bfloat16 pairs, codes 0 and 2, then 1 and 3: (a & low_bytes) | (b & ~low_bytes).
-    const U32 even =
-        _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
-    const U32 odd =
-        _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
-    out[0] = float_of(_mm512_slli_epi32(even, 16));
-    out[1] = float_of(_mm512_slli_epi32(odd, 16));
-    out[2] = float_of(_mm512_and_si512(even, upper_half));
-    out[3] = float_of(_mm512_and_si512(odd, upper_half));
+    // (a & low_bytes) | (b & ~low_bytes)
+    out[0] = _mm512_ternarylogic_epi64(lower, _mm512_slli_epi16(upper, 8), low_bytes, 0xe4);
+    out[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(lower, 8), upper, low_bytes, 0xe4);
+  }
+};
+
+// Codes to float32, exact: one vector for each code of a word, in their order.
+template <class Code>
+struct Widen {
+  CodePairs<Code> to_pairs;
+  KV8_INLINE void operator()(U32 word, F32* out) const {
+    const U32 upper_half = splat_word(0xffff0000u);
+    U32 pairs[2];
+    to_pairs(word, pairs);
+    out[0] = float_of(_mm512_slli_epi32(pairs[0], 16));
+    out[1] = float_of(_mm512_slli_epi32(pairs[1], 16));
+    out[2] = float_of(_mm512_and_si512(pairs[0], upper_half));
+    out[3] = float_of(_mm512_and_si512(pairs[1], upper_half));
   }
 };
 

@@ -16,7 +16,6 @@ from kv8.calibration.observations import PARTS, Observations, Part
 from kv8.calibration.observer import ObservingBackend
 from kv8.calibration.parts import split_samples
 from kv8.engine.batch_builder import BatchBuilder
-from kv8.engine.engine import Engine
 from kv8.engine.request import Request
 from kv8.engine.resolve import ResolvedConfig
 from kv8.engine.runner import Runner
@@ -58,7 +57,8 @@ def sample_batches(parts: Sequence[Part], batch_size: int) -> Iterator[SampleBat
 
 
 def collect(
-    engine: Engine,
+    model: HookedModel,
+    config: ResolvedConfig,
     samples: Sequence[Sequence[int]],
     observations: Observations,
     *,
@@ -73,7 +73,8 @@ def collect(
     last ``on_batch``.
 
     Args:
-        engine: whose model to observe; its own cache and requests are not touched.
+        model: what to observe; it may serve an engine, whose cache and requests are not touched.
+        config: what is known of it; it is observed with an unquantized cache, whatever this says.
         samples: token numbers of each, at least one and at most ``max_model_len``.
         observations: where to add what is seen.
         parts: the part of each sample; by default two halves and none held out.
@@ -85,30 +86,6 @@ def collect(
         RequestError: a sample cannot be computed.
         ScaleError: a value was NaN or infinite; names layer and side.
     """
-    collect_from_model(
-        engine.runner.model,
-        engine.config,
-        samples,
-        observations,
-        parts=parts,
-        batch_size=batch_size,
-        start=start,
-        on_batch=on_batch,
-    )
-
-
-def collect_from_model(
-    model: HookedModel,
-    config: ResolvedConfig,
-    samples: Sequence[Sequence[int]],
-    observations: Observations,
-    *,
-    parts: Sequence[Part] | None = None,
-    batch_size: int = 8,
-    start: int = 0,
-    on_batch: Callable[[int], None] | None = None,
-) -> None:
-    """Observe as `collect` does, with a model that need not belong to an engine yet."""
     check_samples(samples, config)
     if parts is None:
         parts = split_samples(samples, held_out=0.0)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kv8.errors import OutputError, RequestError
+from kv8.models.conversion_cache import flush
 
 
 def check_new_folder(folder: Path) -> None:
@@ -54,10 +55,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield partial
             for path in (*partial.rglob("*"), partial):
-                _flush(path)
+                flush(path)
             check_new_folder(folder)  # somebody may have made it meanwhile
             partial.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
         finally:
             os.close(lock)
     except OSError as error:
@@ -90,12 +91,3 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _escape(text: str) -> str:
     return "".join(f"[{letter}]" if letter in "[?*" else letter for letter in text)
-
-
-def _flush(path: Path) -> None:
-    """Write ``path`` through to the disk, so that a rename never outlives what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -49,7 +49,8 @@ def observe(
     with bar:
         try:
             collect(
-                engine,
+                engine.runner.model,
+                engine.config,
                 sequences,
                 observations,
                 parts=split_samples(sequences, job.asked.held_out_share),

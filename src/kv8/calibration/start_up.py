@@ -8,7 +8,7 @@ has a part in it, and nothing is ever stored under another scale.
 import logging
 from typing import Any, Final
 
-from kv8.calibration.collect import collect_from_model
+from kv8.calibration.collect import collect
 from kv8.calibration.observations import Observations
 from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import RANDOM, Samples, load_samples
@@ -45,7 +45,7 @@ def _measure(model: HookedModel, config: ResolvedConfig, tokenizer: Any) -> Mode
     data = _samples(config, tokenizer)
     random = config.options.calculate_kv_scales
     observations = Observations(config.dtype, source=RANDOM if random else "")
-    collect_from_model(model, config, data.sequences, observations)
+    collect(model, config, data.sequences, observations)
     # Queries stay as they are unless asked for: random tokens are a poor measure of them.
     sides: tuple[Side, ...] = ("q", "k", "v") if config.options.query_dtype == "fp8" else ("k", "v")
     scales = make_scales(observations, config.geometry, config.kv_format, sides=sides)

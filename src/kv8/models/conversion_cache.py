@@ -95,8 +95,8 @@ def _build(
         for path in target.iterdir():
             # safetensors makes files for their owner alone; the rest follow the user's umask.
             path.chmod(seal.stat().st_mode)
-            _flush(path)
-        _flush(target)
+            flush(path)
+        flush(target)
         if folder.exists():
             shutil.rmtree(folder)
         target.rename(folder)
@@ -113,7 +113,7 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Write ``path`` through to the disk, so that a rename never outlives what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

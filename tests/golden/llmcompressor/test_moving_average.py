@@ -113,7 +113,7 @@ def observe(some: list[list[int]], dtype: str) -> Observations:
         EngineOptions(model="smollm2", dtype=dtype, kv_cache_dtype=dtype, kv_cache_memory="16MiB")
     )
     observations = Observations(dtype)
-    collect(engine, some, observations)
+    collect(engine.runner.model, engine.config, some, observations)
     return observations
 
 

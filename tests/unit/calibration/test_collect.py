@@ -222,9 +222,16 @@ def test_it_goes_on_after_the_samples_done_before(tiny_model: TinyModel) -> None
             raise StopError
 
     with pytest.raises(StopError):
-        collect(engine, samples, half, batch_size=2, on_batch=stop_in_the_middle)
+        collect(
+            engine.runner.model,
+            engine.config,
+            samples,
+            half,
+            batch_size=2,
+            on_batch=stop_in_the_middle,
+        )
     assert steps == [2, 4]
-    collect(engine, samples, half, batch_size=2, start=4)
+    collect(engine.runner.model, engine.config, samples, half, batch_size=2, start=4)
     assert same(half, whole)
 
 
@@ -240,9 +247,9 @@ def test_it_goes_on_after_the_samples_done_before(tiny_model: TinyModel) -> None
 def test_a_sample_that_cannot_be_computed_is_refused(
     tiny_model: TinyModel, sample: list[int], message: str
 ) -> None:
-    observations = Observations("float32")
+    observations, engine = Observations("float32"), engine_of(tiny_model)
     with pytest.raises(RequestError, match=message):
-        collect(engine_of(tiny_model), [prompt_ids(3), sample], observations)
+        collect(engine.runner.model, engine.config, [prompt_ids(3), sample], observations)
     assert observations.tensors() == {}
 
 
