@@ -26,7 +26,14 @@ def new_backend() -> AttentionBackend:
 
 
 UNIT_ROUNDOFF = 2.0**-24  # float32, round to nearest
-TWO_PARTS_ROUNDOFF = 2.0**-17  # of what 8 bits leave, 8 bits, rounded to nearest: 2^-8 · 2^-9
+# What a weight is rounded to before it meets the values, by the query's type: one bfloat16 number
+# (and its exponential has twice, in weight and sum, an error of 2^-13.7), or of what that leaves
+# another one.
+WEIGHT_ROUNDOFF = {
+    torch.float32: 0.0,
+    torch.bfloat16: 2.0**-8 + 2.0**-12.7,
+    torch.float16: 2.0**-17,
+}
 HALF_STEPS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 NAN_BYTE = 0x7F  # NaN in e4m3 and e5m2; as int16 0x7F7F, NaN in bfloat16 and float16 too
 
@@ -232,8 +239,9 @@ def rounding_bound(case: Case, steps: Sequence[tuple[int, int, int]]) -> torch.T
     A sum of n products in float32, in any order, is off by at most n·u·Σ|terms| (u = 2^-24). So
     a logit is off by (D + 8)·u·Σ|q·k| (8 for the scales and the exponent's own rounding); a weight
     by e to that, relatively; and the output by twice that (the row sum is off too) plus n·u, times
-    Σ weight·|v|. With queries of 16 bits a weight may be two bfloat16 numbers: 2^-17 more. In FP8
-    attention the weight's code may fall to the other side of a boundary: that step, where it is
+    Σ weight·|v|. With bfloat16 queries a weight may be rounded to bfloat16, 2^-8, after an
+    exponential of 2^-13.7, which the row sum has too; with float16 ones it may be two bfloat16
+    numbers: 2^-17. In FP8 attention the weight's code may fall to the other side of a boundary: that step, where it is
     possible, is added.
     """
     rows = []
@@ -265,8 +273,8 @@ def _row_bound(case: Case, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     if call.sinks is not None:
         total = total + torch.exp(call.sinks.double()[:, None] - logits.amax(-1, keepdim=True))
     relative = 2 * torch.expm1(logit_error) + (k.shape[1] + 8) * UNIT_ROUNDOFF
-    if query.dtype != torch.float32 and layer.q_scale is None:
-        relative = relative + TWO_PARTS_ROUNDOFF
+    if layer.q_scale is None:
+        relative = relative + WEIGHT_ROUNDOFF[query.dtype]
     bound = relative * (weights[:, None] @ v.abs())[:, 0] / total
     if layer.q_scale is not None:
         largest = (logits.amax(-1, keepdim=True) / math.log(2)).ceil() * math.log(2)

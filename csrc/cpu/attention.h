@@ -26,6 +26,7 @@ struct Workspace {
   using Tile = Products<Code>;
   typename Tile::Session session;  // the thread's use of the unit that multiplies
   Tile products;
+  KeyRange* visible;   // [R], positions that each row sees
   float* multipliers;  // [R], from a dot product to a logit
   float* dots;         // [R, kTile] of the rows that go through a tile together
   float* part;         // Sums of the current split
@@ -33,6 +34,7 @@ struct Workspace {
 
   Workspace(Arena& arena, int rows, int head_dim, Parts parts)
       : products(arena, rows, head_dim, parts),
+        visible(arena.take<KeyRange>(rows)),
         multipliers(arena.take<float>(rows)),
         dots(arena.take<float>(static_cast<int64_t>(kTile) * min(rows, Tile::kBlockRows))),
         part(arena.take<float>(Sums::floats(rows, head_dim))),
@@ -50,16 +52,23 @@ class Attention {
 
   Attention(const kv8_attend& attend, const Plan& plan)
       : a_(attend), cache_(*attend.cache), plan_(plan), head_dim_(attend.cache->head_dim) {
-    logits_.round_weights = attend.q_scale != nullptr;
+    logits_.rounding = attend.q_scale != nullptr ? Rounding::kE4M3
+                       : Products<Code>::kTakesParts && parts(attend).weight == 1
+                           ? Rounding::kBFloat16
+                           : Rounding::kNone;
     logits_.cap = attend.softcap * kLog2E;
+    for (int d = 0; d < head_dim_; ++d) lanes_[d] = Products<Code>::lane_of(d);
   }
 
-  // As many as the query's type has digits for, and one for what was rounded to e4m3.
+  // As many as the query's type has digits for, which is the output's, too; what was rounded to e4m3
+  // is one bfloat16 number.
   static Parts parts(const kv8_attend& attend) {
     if (attend.q_scale != nullptr) return {1, 1};
-    const auto dtype = static_cast<Format>(attend.query.dtype);
-    if (dtype == Format::kFloat32) return {3, 3};
-    return {dtype == Format::kBFloat16 ? 1 : 2, 2};
+    switch (static_cast<Format>(attend.query.dtype)) {
+      case Format::kBFloat16: return {1, 1};
+      case Format::kFloat16: return {2, 2};
+      default: return {3, 3};
+    }
   }
 
   // What a piece's rows sum up to: split by split into `records` if other pieces have their share,
@@ -102,7 +111,7 @@ class Attention {
       for_blocks(h * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
         for (int r = start; r < start + count; ++r) {
-          const KeyRange visible = visible_to(piece, r, first_key, tile);
+          const KeyRange visible = visible_in(work.visible[r], first_key, tile);
           TileOfWeights unused;
           const float largest = __builtin_ceilf(
               row_logits(work.dots + (r - start) * kTile, work.multipliers[r], logits_,
@@ -142,11 +151,9 @@ class Attention {
     return kv_head(piece, r) * plan_.queries_per_kv + r % plan_.queries_per_kv;
   }
 
-  // Keys of a tile that row r sees, counted from the tile's first.
-  KeyRange visible_to(const Piece& piece, int r, int first_key, const TileRows& tile) const {
-    const int position = plan_.position(piece.sequence, token(piece, r));
-    const int first = plan_.first_visible(position) - first_key, end = position + 1 - first_key;
-    return {first > tile.first ? first : tile.first, end < tile.end ? end : tile.end};
+  // Keys of a tile that a row sees, counted from the tile's first.
+  static KeyRange visible_in(const KeyRange& row, int first_key, const TileRows& tile) {
+    return {max(row.first - first_key, tile.first), min(row.end - first_key, tile.end)};
   }
 
   void start_sums(const Sums& sums, int rows, const float* maxima) const {
@@ -154,17 +161,24 @@ class Attention {
     if (maxima != nullptr) std::memcpy(sums.maxima, maxima, sizeof(float) * static_cast<size_t>(rows));
   }
 
-  // Widen a piece's query rows, rounded to e4m3 codes in FP8 attention.
+  // Note what a piece's rows see, and widen its queries, rounded to e4m3 codes in FP8 attention.
   void pack_queries(const Piece& piece, Workspace<Code>& work) const {
     work.products.begin(rows_of_head(piece), piece.num_tokens == 1);
     for (int r = 0; r < num_rows(piece); ++r) {
-      const int h = head(piece, r);
+      const int h = head(piece, r), position = plan_.position(piece.sequence, token(piece, r));
+      work.visible[r] = {plan_.first_visible(position), position + 1};
       const uint8_t* row = static_cast<const uint8_t*>(a_.query.data) +
                            token_row(piece, r) * a_.query.token_stride + h * a_.query.head_stride;
       float multiplier = a_.softmax_scale;
       if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[kv_head(piece, r)];
       if (a_.q_scale != nullptr) multiplier *= a_.q_scale[h];
       work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
+      if constexpr (Products<Code>::kTakesParts) {
+        if (logits_.rounding == Rounding::kBFloat16) {
+          work.products.copy_query(r, row);
+          continue;
+        }
+      }
       float out[kMaxHeadDim];
       widen_row(row, out);
       for (int d = 0; d < head_dim_ && a_.q_scale != nullptr; ++d)
@@ -237,20 +251,22 @@ class Attention {
 
   void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, int h,
                 const TileRows& tile, const TileRows& next, const Sums& sums) const {
-    auto visible = [&](int r) { return visible_to(piece, r, first_key, tile); };
+    auto visible = [&](int r) { return visible_in(work.visible[r], first_key, tile); };
     work.products.load_keys(tile, next);
     const int first = h * rows_of_head(piece);
     for_blocks(first, rows_of_head(piece), [&](int start, int count) {
       work.products.multiply_keys(start, count, work.dots);
       // Here, because a matrix unit multiplies meanwhile.
       if (start == first) work.products.load_values(tile, next);
-      for (int r = start; r < start + count; ++r) {
-        const KeyRange keys = visible(r);
-        TileOfWeights weights;
-        soften(work.dots + (r - start) * kTile, work.multipliers[r], logits_, keys.first, keys.end,
-               sums, r, head_dim_, weights);
-        work.products.set_weights(r - start, weights);
-      }
+      with_rounding(logits_.rounding, [&](auto rounding) {
+        for (int r = start; r < start + count; ++r) {
+          const KeyRange keys = visible(r);
+          TileOfWeights weights;
+          soften<rounding>(work.dots + (r - start) * kTile, work.multipliers[r], logits_,
+                           keys.first, keys.end, sums, r, head_dim_, weights);
+          work.products.set_weights(r - start, weights);
+        }
+      });
       work.products.add_values(start, count, visible, sums.values);
     });
     work.products.end_tile();
@@ -263,12 +279,13 @@ class Attention {
       float weight = 0.0f;
       for (int i = 0; i < kLanes; ++i) weight += sums.weights[r * kLanes + i];
       if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[h] * kLog2E - sums.maxima[r]);
-      if (logits_.round_weights) weight *= kWeightSteps;
+      if (logits_.rounding == Rounding::kE4M3) weight *= kWeightSteps;
       const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[kv_head(piece, r)];
       const float* row = sums.values + static_cast<int64_t>(r) * padded(head_dim_);
-      float values[kMaxHeadDim];
-      for (int d = 0; d < head_dim_; ++d)
-        values[d] = row[Products<Code>::lane_of(d)] / weight * v_scale;
+      float quotients[kMaxHeadDim], values[kMaxHeadDim];
+      for (int i = 0; i < padded(head_dim_); i += kLanes)
+        store(quotients + i, load(row + i) / splat(weight) * splat(v_scale));
+      for (int d = 0; d < head_dim_; ++d) values[d] = quotients[lanes_[d]];
       write(values, static_cast<uint8_t*>(a_.output.data) +
                         token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
     }
@@ -284,10 +301,10 @@ class Attention {
 
   template <class To>
   void write_as(const float* values, uint8_t* out) const {
-    for (int d = 0; d < head_dim_; ++d) {
-      const auto code = static_cast<typename To::Code>(To::encode(values[d]));
-      std::memcpy(out + d * sizeof code, &code, sizeof code);
-    }
+    typename To::Code codes[kMaxHeadDim];
+    for (int d = 0; d < head_dim_; ++d)
+      codes[d] = static_cast<typename To::Code>(To::encode(values[d]));
+    std::memcpy(out, codes, static_cast<size_t>(head_dim_) * sizeof codes[0]);
   }
 
   const kv8_attend& a_;
@@ -295,6 +312,7 @@ class Attention {
   const Plan& plan_;
   const int head_dim_;
   Logits logits_;
+  int32_t lanes_[kMaxHeadDim];  // where the values of a row of sums lie
 };
 
 }  // namespace kv8::KV8_ISA

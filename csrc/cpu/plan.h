@@ -12,7 +12,7 @@
 namespace kv8::KV8_ISA {
 
 constexpr int kMostSplits = 4;   // of a piece, where a sequence has several
-constexpr int kBlockRows = 96;   // rows that share one widened tile of keys and values
+constexpr int kBlockRows = 192;  // rows that share one widened tile of keys and values
 constexpr int kFewRows = 16;     // rows of a head so few that reading its keys is the work
 
 struct Piece {

@@ -7,6 +7,8 @@
 // no trace. Hence no result depends on threads, chunks or neighbours.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace kv8::KV8_ISA {
@@ -114,16 +116,30 @@ inline void merge(const Sums& total, const Sums& part, int rows, int head_dim) {
   }
 }
 
-// How dot products become logits in the exp2 domain.
+// What softmax weights are rounded to before they meet the values: nothing, codes in FP8 attention,
+// or what a matrix unit takes.
+enum class Rounding { kNone, kE4M3, kBFloat16 };
+
+// How dot products become logits in the exp2 domain, and those become weights.
 struct Logits {
-  float cap;           // 0, or softcap * log2(e): then multiplier * dot is the tanh's argument
-  bool round_weights;  // FP8 attention
+  float cap;  // 0, or softcap * log2(e): then multiplier * dot is the tanh's argument
+  Rounding rounding;
 };
+
+// Call `work` with how weights are rounded, as a constant.
+template <class Work>
+KV8_INLINE void with_rounding(Rounding rounding, Work&& work) {
+  switch (rounding) {
+    case Rounding::kNone: return work(std::integral_constant<Rounding, Rounding::kNone>{});
+    case Rounding::kE4M3: return work(std::integral_constant<Rounding, Rounding::kE4M3>{});
+    case Rounding::kBFloat16: return work(std::integral_constant<Rounding, Rounding::kBFloat16>{});
+  }
+}
 
 using TileOfWeights = F32[kTile / kLanes];  // of one row
 
 // A row's logits over a tile. Keys outside [first, end) are hidden. Returns the largest.
-inline float row_logits(const float* dots, float multiplier, const Logits& logits, int first,
+KV8_INLINE float row_logits(const float* dots, float multiplier, const Logits& logits, int first,
                         int end, TileOfWeights& x) {
   F32 largest = splat(kNoMaximum);
   const bool all = first <= 0 && end >= kTile;
@@ -145,17 +161,21 @@ KV8_INLINE F32 round_to_e4m3(F32 x) {
   return (x + grid) - grid;
 }
 
-// Turn row r's dot products into softmax weights, and add them up.
-inline void soften(const float* dots, float multiplier, const Logits& logits, int first, int end,
+// Turn row r's dot products into softmax weights, and add them up. Those that are rounded to bfloat16
+// next (`set_weights` of the products) need not be exact to more digits.
+template <Rounding kRounding>
+KV8_INLINE void soften(const float* dots, float multiplier, const Logits& logits, int first, int end,
                    const Sums& sums, int r, int head_dim, TileOfWeights& x) {
   const float largest = __builtin_ceilf(row_logits(dots, multiplier, logits, first, end, x));
   if (largest > sums.maxima[r]) raise(sums, r, head_dim, largest);
   const F32 maximum = splat(sums.maxima[r] == kNoMaximum ? 0.0f : sums.maxima[r]);
   F32 total = load(sums.weights + r * kLanes);
   for (int i = 0; i < kTile / kLanes; ++i) {
-    F32 weight = exp2_minus(x[i], maximum);
+    using Precision =
+        std::conditional_t<kRounding == Rounding::kBFloat16, EightBits, FullPrecision>;
+    F32 weight = exp2_minus<Precision>(x[i], maximum);
     total = total + weight;
-    if (logits.round_weights) weight = round_to_e4m3(weight * splat(kWeightSteps));
+    if (kRounding == Rounding::kE4M3) weight = round_to_e4m3(weight * splat(kWeightSteps));
     x[i] = weight;
   }
   store(sums.weights + r * kLanes, total);

@@ -153,6 +153,7 @@ template <class Code>
 class FloatProducts {
  public:
   static constexpr int kBlockRows = 1 << 20;  // rows that go through a tile together: all
+  static constexpr bool kTakesParts = false;
   struct Session {};                          // nothing to set up for a thread
 
   FloatProducts(Arena& arena, int rows, int head_dim, Parts)

@@ -41,6 +41,7 @@ class PairProducts {
 
  public:
   static constexpr int kBlockRows = Multiplier::kBlockRows;
+  static constexpr bool kTakesParts = true;  // and no float32
   using Session = Multiplier::Session;
 
   PairProducts(Arena& arena, int rows, int head_dim, Parts parts)
@@ -76,6 +77,18 @@ class PairProducts {
         row[part * pairs_ + pair] |= bits << (d % kCodes / kPairs * 16);
         rest -= BFloat16::decode(bits);
       }
+    }
+  }
+
+  // The same of a row of bfloat16: its words are pairs already, or halves of two neighbours are.
+  void copy_query(int r, const uint8_t* from) const {
+    uint32_t* row = queries_ + static_cast<int64_t>(r) * pairs_;
+    const size_t words = static_cast<size_t>(head_dim_ / 2);
+    std::memcpy(row, from, words * sizeof(uint32_t));
+    std::memset(row + words, 0, (static_cast<size_t>(pairs_) - words) * sizeof(uint32_t));
+    for (size_t i = 0; i + 1 < words && kPairs == 2; i += 2) {
+      const uint32_t a = row[i], b = row[i + 1];
+      row[i] = (a & 0xffffu) | b << 16, row[i + 1] = a >> 16 | (b & 0xffff0000u);
     }
   }
 

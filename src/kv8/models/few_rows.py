@@ -7,7 +7,6 @@ import torch
 from kv8.attention.cpu import NativeAttention
 from kv8.kernels.cpu import FORMAT_NUMBERS
 from kv8.kernels.step import (
-    MOST_ROWS,
     LinearStruct,
     NormStruct,
     Operation,
@@ -15,46 +14,12 @@ from kv8.kernels.step import (
     RotaryStruct,
     gate_struct,
     linear_struct,
-    scratch_size,
 )
 from kv8.models.decoder_parts import Norm
 from kv8.models.interface import LayerBinding
-from kv8.models.layer_operations import LayerOperations, angles
+from kv8.models.layer_operations import LayerOperations
 from kv8.models.merged_weights import Merged
-
-
-class Workspace:
-    """Memory the layers of one model share while they compute few rows.
-
-    Args:
-        dtype: of the model.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._tensors: dict[tuple[str, int], torch.Tensor] = {}
-        self._angles: tuple[Sequence[torch.Tensor] | None, list[torch.Tensor]] = (None, [])
-
-    def rows(self, name: str, width: int) -> torch.Tensor:
-        """Return a tensor [MOST_ROWS, width], the same for the same name and width."""
-        key = (name, width)
-        if key not in self._tensors:
-            self._tensors[key] = torch.zeros(MOST_ROWS, width, dtype=self._dtype)
-        return self._tensors[key]
-
-    def scratch(self, num_inputs: int) -> torch.Tensor:
-        """Return what a product of rows ``num_inputs`` wide needs besides, float32."""
-        key = ("scratch", num_inputs)
-        if key not in self._tensors:
-            size = scratch_size(MOST_ROWS, num_inputs)
-            self._tensors[key] = torch.zeros(size, dtype=torch.float32)
-        return self._tensors[key]
-
-    def angles(self, cos_sin: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return cosines and sines as [T, rotary]; most layers of a step get the same."""
-        if self._angles[0] is not cos_sin:
-            self._angles = (cos_sin, [angles(table) for table in cos_sin])
-        return self._angles[1]
+from kv8.models.workspace import Workspace
 
 
 class FewRows:

@@ -18,7 +18,6 @@ from torch import nn
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
-from kv8.models.few_rows import Workspace
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
 from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
@@ -27,6 +26,7 @@ from kv8.models.interface import BINDING
 from kv8.models.layer_chain import LayerChain, prove_chains
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.weight_memory import WeightMemory, gather, room_for
+from kv8.models.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 

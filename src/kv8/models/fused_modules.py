@@ -6,7 +6,7 @@ from torch import nn
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import MOST_ROWS, linear_struct, norm_struct, run_one
 from kv8.models.decoder_parts import Norm
-from kv8.models.few_rows import Workspace
+from kv8.models.workspace import Workspace
 
 
 class FusedLinear:

@@ -24,12 +24,12 @@ from kv8.formats.base import FORMATS
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import MOST_ROWS
 from kv8.models.decoder_parts import read_layer
-from kv8.models.few_rows import Workspace
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.probe import probe_batch, probe_layer, probe_sequences
+from kv8.models.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
