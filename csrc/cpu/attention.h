@@ -1,45 +1,10 @@
 // The attention of one piece (plan.h) of a batch: its queries, its tiles, its output.
 #pragma once
 
-#include "arena.h"
 #include "plan.h"
-#include "tile_float.h"
-#if defined(__AVX512BF16__)
-#include "tile_pairs.h"
-#endif
+#include "workspace.h"
 
 namespace kv8::KV8_ISA {
-
-#if defined(__AVX512BF16__)
-// Pairs of bfloat16 hold these formats without loss; the others have too many digits.
-template <class Code>
-using Products = std::conditional_t<std::is_same_v<Code, Float16> || std::is_same_v<Code, Float32>,
-                                    FloatProducts<Code>, PairProducts<Code>>;
-#else
-template <class Code>
-using Products = FloatProducts<Code>;
-#endif
-
-// One thread's memory for a piece of up to R rows.
-template <class Code>
-struct Workspace {
-  using Tile = Products<Code>;
-  typename Tile::Session session;  // the thread's use of the unit that multiplies
-  Tile products;
-  KeyRange* visible;   // [R], positions that each row sees
-  float* multipliers;  // [R], from a dot product to a logit
-  float* dots;         // [R, kTile] of the rows that go through a tile together
-  float* part;         // Sums of the current split
-  float* total;        // Sums of all splits before it
-
-  Workspace(Arena& arena, int rows, int head_dim, Parts parts)
-      : products(arena, rows, head_dim, parts),
-        visible(arena.take<KeyRange>(rows)),
-        multipliers(arena.take<float>(rows)),
-        dots(arena.take<float>(static_cast<int64_t>(kTile) * min(rows, Tile::kBlockRows))),
-        part(arena.take<float>(Sums::floats(rows, head_dim))),
-        total(arena.take<float>(Sums::floats(rows, head_dim))) {}
-};
 
 constexpr int kAhead = 2;  // tiles from what is computed to what is fetched
 
@@ -110,14 +75,9 @@ class Attention {
       work.products.load_keys(tile, next);
       for_blocks(h * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
-        for (int r = start; r < start + count; ++r) {
-          const KeyRange visible = visible_in(work.visible[r], first_key, tile);
-          TileOfWeights unused;
-          const float largest = __builtin_ceilf(
-              row_logits(work.dots + (r - start) * kTile, work.multipliers[r], logits_,
-                         visible.first, visible.end, unused));
+        for_maxima(work, start, count, first_key, tile, [&](int r, float largest) {
           if (largest > maxima[r]) maxima[r] = largest;
-        }
+        });
       });
       work.products.end_tile();
     });
@@ -249,6 +209,25 @@ class Attention {
     for (int i = 0; i < rows; i += kMost) work(first + i, min(rows - i, kMost));
   }
 
+  // Turn the dot products of rows start <= r < start + count into logits, and call work(r, the
+  // largest, rounded up). Vector by vector of rows, so that they need not wait for each other.
+  template <class Work>
+  void for_maxima(Workspace<Code>& work, int start, int count, int first_key, const TileRows& tile,
+                  Work&& each) const {
+    alignas(64) float largest[kLanes * kLanes], maxima[kLanes];
+    for (int first = 0; first < count; first += kLanes) {
+      const int some = min(count - first, kLanes);
+      for (int i = 0; i < some; ++i) {
+        const int r = start + first + i;
+        store(largest + i * kLanes,
+              row_logits(work.dots + (first + i) * kTile, work.multipliers[r], logits_,
+                         visible_in(work.visible[r], first_key, tile)));
+      }
+      row_maxima(largest, some, maxima);
+      for (int i = 0; i < some; ++i) each(start + first + i, maxima[i]);
+    }
+  }
+
   void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, int h,
                 const TileRows& tile, const TileRows& next, const Sums& sums) const {
     auto visible = [&](int r) { return visible_in(work.visible[r], first_key, tile); };
@@ -258,13 +237,14 @@ class Attention {
       work.products.multiply_keys(start, count, work.dots);
       // Here, because a matrix unit multiplies meanwhile.
       if (start == first) work.products.load_values(tile, next);
+      for_maxima(work, start, count, first_key, tile, [&](int r, float largest) {
+        if (largest > sums.maxima[r]) raise(sums, r, head_dim_, largest);
+      });
       with_rounding(logits_.rounding, [&](auto rounding) {
-        for (int r = start; r < start + count; ++r) {
-          const KeyRange keys = visible(r);
+        for (int i = 0; i < count; ++i) {
           TileOfWeights weights;
-          soften<rounding>(work.dots + (r - start) * kTile, work.multipliers[r], logits_,
-                           keys.first, keys.end, sums, r, head_dim_, weights);
-          work.products.set_weights(r - start, weights);
+          soften<rounding>(work.dots + i * kTile, sums, start + i, weights);
+          work.products.set_weights(i, weights);
         }
       });
       work.products.add_values(start, count, visible, sums.values);

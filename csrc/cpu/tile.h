@@ -138,18 +138,38 @@ KV8_INLINE void with_rounding(Rounding rounding, Work&& work) {
 
 using TileOfWeights = F32[kTile / kLanes];  // of one row
 
-// A row's logits over a tile. Keys outside [first, end) are hidden. Returns the largest.
-KV8_INLINE float row_logits(const float* dots, float multiplier, const Logits& logits, int first,
-                        int end, TileOfWeights& x) {
+// Turn a row's dot products over a tile into logits, in place. Keys outside `visible` are hidden.
+// Returns the largest logits.
+KV8_INLINE F32 row_logits(float* dots, float multiplier, const Logits& logits,
+                          const KeyRange& visible) {
   F32 largest = splat(kNoMaximum);
-  const bool all = first <= 0 && end >= kTile;
-  for (int i = 0; i < kTile / kLanes; ++i) {
-    x[i] = load(dots + i * kLanes) * splat(multiplier);
-    if (logits.cap != 0.0f) x[i] = tanh(x[i]) * splat(logits.cap);
-    if (!all) x[i] = keep_lanes(x[i], first - i * kLanes, end - i * kLanes, splat(kNoMaximum));
-    largest = max(x[i], largest);
+  const bool all = visible.first <= 0 && visible.end >= kTile;
+  for (int i = 0; i < kTile; i += kLanes) {
+    F32 x = load(dots + i) * splat(multiplier);
+    if (logits.cap != 0.0f) x = tanh(x) * splat(logits.cap);
+    if (!all) x = keep_lanes(x, visible.first - i, visible.end - i, splat(kNoMaximum));
+    store(dots + i, x);
+    largest = max(x, largest);
   }
-  return reduce_max(largest);
+  return largest;
+}
+
+// The largest of each row's lanes, rounded up; rows [count][kLanes], count <= kLanes.
+inline void row_maxima(const float* rows, int count, float* maxima) {
+  if (2 * count <= kLanes) {
+    for (int i = 0; i < count; ++i) maxima[i] = __builtin_ceilf(reduce_max(load(rows + i * kLanes)));
+    return;
+  }
+  const uint8_t* from[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    from[i] = reinterpret_cast<const uint8_t*>(rows + min(i, count - 1) * kLanes);
+  U32 turned[kLanes];
+  load_transposed(from, kLanes, turned);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i)
+      turned[i] = bits_of(max(float_of(turned[i]), float_of(turned[i + half])));
+  store(maxima, float_of(turned[0]));
+  for (int i = 0; i < count; ++i) maxima[i] = __builtin_ceilf(maxima[i]);
 }
 
 // To the nearest value of e4m3, ties to even, for 0 <= x <= 256.
@@ -161,19 +181,15 @@ KV8_INLINE F32 round_to_e4m3(F32 x) {
   return (x + grid) - grid;
 }
 
-// Turn row r's dot products into softmax weights, and add them up. Those that are rounded to bfloat16
+// Turn row r's logits into softmax weights, and add them up. Those that are rounded to bfloat16
 // next (`set_weights` of the products) need not be exact to more digits.
 template <Rounding kRounding>
-KV8_INLINE void soften(const float* dots, float multiplier, const Logits& logits, int first, int end,
-                   const Sums& sums, int r, int head_dim, TileOfWeights& x) {
-  const float largest = __builtin_ceilf(row_logits(dots, multiplier, logits, first, end, x));
-  if (largest > sums.maxima[r]) raise(sums, r, head_dim, largest);
+KV8_INLINE void soften(const float* logits, const Sums& sums, int r, TileOfWeights& x) {
+  using Precision = std::conditional_t<kRounding == Rounding::kBFloat16, EightBits, FullPrecision>;
   const F32 maximum = splat(sums.maxima[r] == kNoMaximum ? 0.0f : sums.maxima[r]);
   F32 total = load(sums.weights + r * kLanes);
   for (int i = 0; i < kTile / kLanes; ++i) {
-    using Precision =
-        std::conditional_t<kRounding == Rounding::kBFloat16, EightBits, FullPrecision>;
-    F32 weight = exp2_minus<Precision>(x[i], maximum);
+    F32 weight = exp2_minus<Precision>(load(logits + i * kLanes), maximum);
     total = total + weight;
     if (kRounding == Rounding::kE4M3) weight = round_to_e4m3(weight * splat(kWeightSteps));
     x[i] = weight;

@@ -1,0 +1,45 @@
+// What one thread computes a piece with: the products for its format, and memory of its own.
+#pragma once
+
+#include <type_traits>
+
+#include "arena.h"
+#include "tile_float.h"
+#if defined(__AVX512BF16__)
+#include "tile_pairs.h"
+#endif
+
+namespace kv8::KV8_ISA {
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16 hold these formats without loss; the others have too many digits.
+template <class Code>
+using Products = std::conditional_t<std::is_same_v<Code, Float16> || std::is_same_v<Code, Float32>,
+                                    FloatProducts<Code>, PairProducts<Code>>;
+#else
+template <class Code>
+using Products = FloatProducts<Code>;
+#endif
+
+// One thread's memory for a piece of up to R rows.
+template <class Code>
+struct Workspace {
+  using Tile = Products<Code>;
+  typename Tile::Session session;  // the thread's use of the unit that multiplies
+  Tile products;
+  KeyRange* visible;   // [R], positions that each row sees
+  float* multipliers;  // [R], from a dot product to a logit
+  float* dots;         // [R, kTile] of the rows that go through a tile together
+  float* part;         // Sums of the current split
+  float* total;        // Sums of all splits before it
+
+  Workspace(Arena& arena, int rows, int head_dim, Parts parts)
+      : products(arena, rows, head_dim, parts),
+        visible(arena.take<KeyRange>(rows)),
+        multipliers(arena.take<float>(rows)),
+        dots(arena.take<float>(static_cast<int64_t>(kTile) * min(rows, Tile::kBlockRows))),
+        part(arena.take<float>(Sums::floats(rows, head_dim))),
+        total(arena.take<float>(Sums::floats(rows, head_dim))) {}
+};
+
+}  // namespace kv8::KV8_ISA
