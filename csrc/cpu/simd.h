@@ -44,6 +44,16 @@ struct ValueTable {
   }
 };
 
+// Words of codes to float32, exact: value i of a word to out[i].
+template <class Code>
+struct Widen;
+
+// And back, to nearest even: words() gives those of Code::encode; operator() rounds one vector to what
+// its code stands for. There a NaN stays as it is, which must have come of widened values: then
+// rounding finds nothing below the code to carry into it.
+template <class Code>
+struct Round;
+
 }  // namespace kv8::KV8_ISA
 
 #if defined(__AVX512VBMI__)
@@ -57,6 +67,12 @@ namespace kv8::KV8_ISA {
 template <>
 struct Widen<Float32> {
   KV8_INLINE void operator()(U32 word, F32* out) const { out[0] = float_of(word); }
+};
+
+template <>
+struct Round<Float32> {
+  KV8_INLINE F32 operator()(F32 x) const { return x; }
+  KV8_INLINE U32 words(const F32* values) const { return bits_of(values[0]); }
 };
 
 // ---------------------------------------------------------------------------------------------

@@ -56,15 +56,23 @@ KV8_INLINE U32 load_some(const void* p, int words) {
   return x;
 }
 
+KV8_INLINE U32 load_bytes(const void* p, int64_t bytes) {
+  U32 x{};
+  std::memcpy(&x, p, static_cast<size_t>(bytes));
+  return x;
+}
+
+KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
+  std::memcpy(p, &x, static_cast<size_t>(bytes));
+}
+
 KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
   const I32 counts = ~(e < -100.0f);
-  const F32 exponent = max(splat(-100.0f), e);  // a NaN stays: whatever it gives, x is NaN too
-  F32 power;
-  for (int i = 0; i < kLanes; ++i) {
-    const float whole = exponent[i] < 127.0f ? exponent[i] : 127.0f;
-    power[i] = kv8::KV8_ISA::float_of(static_cast<uint32_t>(static_cast<int>(whole) + 127) << 23);
-  }
-  return select(counts, x * power, splat(0.0f));
+  // 2**128 is infinity. Where e is NaN it does not matter what comes of it: x is NaN too.
+  const F32 below = select(e < 128.0f, e, splat(128.0f));
+  const F32 exponent = max(splat(-100.0f), below);
+  const U32 biased = (U32)__builtin_convertvector(exponent, I32) + 127u;
+  return select(counts, x * float_of(biased << 23), splat(0.0f));
 }
 
 KV8_INLINE F32 round_to_whole(F32 x) {
@@ -112,12 +120,53 @@ struct Widen<BFloat16> {
 };
 
 template <>
+struct Round<BFloat16> {
+  KV8_INLINE F32 operator()(F32 x) const { return float_of(nearest(x) & 0xffff0000u); }
+  KV8_INLINE U32 words(const F32* values) const {
+    return code(values[0]) >> 16 | (code(values[1]) & 0xffff0000u);
+  }
+
+ private:
+  static KV8_INLINE U32 nearest(F32 x) {
+    const U32 bits = bits_of(x);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  }
+  static KV8_INLINE U32 code(F32 x) {
+    const U32 nan = (bits_of(x) & 0x80000000u) | 0x7fc00000u;
+    return bits_of(select(x == x, float_of(nearest(x)), float_of(nan)));
+  }
+};
+
+// Arrays, as compilers vectorize loops over those, but not over the lanes of a vector.
+template <>
 struct Widen<Float16> {
   KV8_INLINE void operator()(U32 word, F32* out) const {
-    for (int i = 0; i < kLanes; ++i) {
-      out[0][i] = Float16::decode(word[i] & 0xffffu);
-      out[1][i] = Float16::decode(word[i] >> 16);
-    }
+    uint32_t words[kLanes];
+    float values[2][kLanes];
+    store_words(words, word);
+    for (int i = 0; i < kLanes; ++i) values[0][i] = Float16::decode(words[i] & 0xffffu);
+    for (int i = 0; i < kLanes; ++i) values[1][i] = Float16::decode(words[i] >> 16);
+    out[0] = load(values[0]), out[1] = load(values[1]);
+  }
+};
+
+template <>
+struct Round<Float16> {
+  KV8_INLINE F32 operator()(F32 x) const {
+    float values[kLanes];
+    store(values, x);
+    for (int i = 0; i < kLanes; ++i) values[i] = Float16::decode(Float16::encode(values[i]));
+    return load(values);
+  }
+  KV8_INLINE U32 words(const F32* values) const { return code(values[0]) | code(values[1]) << 16; }
+
+ private:
+  static KV8_INLINE U32 code(F32 x) {
+    float values[kLanes];
+    uint32_t codes[kLanes];
+    store(values, x);
+    for (int i = 0; i < kLanes; ++i) codes[i] = Float16::encode(values[i]);
+    return load_words(codes);
   }
 };
 

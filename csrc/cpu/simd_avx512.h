@@ -38,6 +38,15 @@ KV8_INLINE U32 load_some(const void* p, int words) {
   return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << words) - 1), p);
 }
 
+// The first `bytes` bytes at p, fewer than a vector's, zeros after them; and back.
+KV8_INLINE __mmask64 first_bytes(int64_t bytes) { return (uint64_t{1} << bytes) - 1; }
+KV8_INLINE U32 load_bytes(const void* p, int64_t bytes) {
+  return _mm512_maskz_loadu_epi8(first_bytes(bytes), p);
+}
+KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
+  _mm512_mask_storeu_epi8(p, first_bytes(bytes), x);
+}
+
 KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
 KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
 
@@ -133,6 +142,51 @@ struct Widen<Float16> {
   KV8_INLINE void operator()(U32 word, F32* out) const {
     out[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word));
     out[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16)));
+  }
+};
+
+template <>
+struct Round<BFloat16> {
+  KV8_INLINE F32 operator()(F32 x) const {
+    return float_of(_mm512_and_si512(nearest(bits_of(x)), splat_word(0xffff0000u)));
+  }
+  KV8_INLINE U32 words(const F32* values) const {
+    const U32 lower = _mm512_srli_epi32(code(values[0]), 16);
+    // (a & upper half) | lower
+    return _mm512_ternarylogic_epi32(code(values[1]), splat_word(0xffff0000u), lower, 0xea);
+  }
+
+ private:
+  // With the code in the upper half. The CPU's own conversion takes subnormal numbers for zero.
+  static KV8_INLINE U32 nearest(U32 bits) {
+    const U32 odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_word(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, splat_word(0x7fffu)), odd);
+  }
+  static KV8_INLINE U32 code(F32 x) {
+    const U32 bits = bits_of(x);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    // (bits & sign) | quiet
+    const U32 nan = _mm512_ternarylogic_epi32(bits, splat_word(0x80000000u),
+                                              splat_word(0x7fc00000u), 0xea);
+    return _mm512_mask_mov_epi32(nearest(bits), is_nan, nan);
+  }
+};
+
+template <>
+struct Round<Float16> {
+  KV8_INLINE F32 operator()(F32 x) const { return _mm512_cvtph_ps(code(x)); }
+  KV8_INLINE U32 words(const F32* values) const {
+    const U32 lower = _mm512_cvtepu16_epi32(code(values[0]));
+    return _mm512_or_si512(lower, _mm512_slli_epi32(_mm512_cvtepu16_epi32(code(values[1])), 16));
+  }
+
+ private:
+  static KV8_INLINE __m256i code(F32 x) {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    // The CPU keeps the upper bits of a NaN: let there be none.
+    const U32 nan = _mm512_ternarylogic_epi32(bits_of(x), splat_word(0x80000000u),
+                                              splat_word(0x7fc00000u), 0xea);
+    return _mm512_cvtps_ph(_mm512_mask_mov_ps(x, is_nan, float_of(nan)), _MM_FROUND_TO_NEAREST_INT);
   }
 };
 
