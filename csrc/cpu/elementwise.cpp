@@ -49,7 +49,7 @@ void norm_head(const typename Code::Code* x, const typename Code::Code* weight,
   const F32 offset = splat(order == 1 ? 1.0f : 0.0f);
   const Round<Code> round;
   auto each = [&](auto weigh) {
-    in_vectors<Code>(size, [&](int64_t i, auto vector) {
+    in_vectors<Code>(size, [&](int64_t i, auto vector) KV8_INLINED {
       auto normed = for_each<Code>([&](F32 value, F32 w) { return weigh(value * factor, w); },
                                    load_values<Code>(vector, x + i),
                                    load_values<Code>(vector, weight + i));
@@ -100,7 +100,7 @@ template <class Code, class Angle>
 void rotate_heads(typename Code::Code* x, int64_t num_heads, int64_t size,
                   const typename Angle::Code* cos, const typename Angle::Code* sin, int64_t half) {
   const Round<Angle> round;
-  in_vectors<Code>(half, [&](int64_t i, auto vector) {
+  in_vectors<Code>(half, [&](int64_t i, auto vector) KV8_INLINED {
     const auto low_cos = load_angles<Code, Angle>(vector, cos + i);
     const auto low_sin = load_angles<Code, Angle>(vector, sin + i);
     const auto high_cos = load_angles<Code, Angle>(vector, cos + half + i);
@@ -135,19 +135,20 @@ void run(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   return rotate<Code, Float32>(r, num_rows, num_threads);
 }
 
-// e**-x, relative error below 2**-21; 0 where that is below 2**-100, infinity above 2**128.
+// e**-x, relative error below 2**-23; 0 where that is below 2**-100, infinity above 2**128.
 KV8_INLINE F32 exponential_of_minus(F32 x) {
-  x = max(splat(-1000.0f), x);  // beyond, whole and f would cancel; NaN stays
-  const F32 whole = round_to_whole(x * splat(-1.4426950408889634f));
+  x = max(splat(-1000.0f), x);  // far beyond, the fraction would be a huge number; NaN stays
+  // Adding 1.5 * 2**23 and taking it away again leaves a whole number.
+  const F32 large = splat(12582912.0f);
+  const F32 whole = fma(x, splat(-1.4426950408889634f), large) - large;
   // log(2) in two parts, the first with few enough bits that its product is exact.
   F32 f = fma(whole, splat(0.693359375f), x);
   f = fma(whole, splat(-2.12194440e-4f), f);
-  F32 p = splat(-1.9875691500e-4f);  // Taylor's series of e**-f, economized over |f| <= log(2) / 2
-  p = fma(p, f, splat(1.3981999507e-3f));
-  p = fma(p, f, splat(-8.3334519073e-3f));
-  p = fma(p, f, splat(4.1665795894e-2f));
-  p = fma(p, f, splat(-1.6666665459e-1f));
-  p = fma(p, f, splat(5.0000001201e-1f));
+  F32 p = splat(0x1.6ae720p-10f);  // minimax of e**-f, |f| <= log(2) / 2, found by least squares
+  p = fma(p, f, splat(-0x1.126792p-7f));
+  p = fma(p, f, splat(0x1.555822p-5f));
+  p = fma(p, f, splat(-0x1.55541ap-3f));
+  p = fma(p, f, splat(0x1.fffffcp-2f));
   p = fma(p, f, splat(-1.0f));
   p = fma(p, f, splat(1.0f));
   return scale_by_power(p, whole);
@@ -169,7 +170,7 @@ template <class Code, class Function>
 void gate_row(const typename Code::Code* gate, const typename Code::Code* up,
               typename Code::Code* out, int64_t size) {
   const Round<Code> round;
-  in_vectors<Code>(size, [&](int64_t i, auto vector) {
+  in_vectors<Code>(size, [&](int64_t i, auto vector) KV8_INLINED {
     store_values<Code>(vector, out + i, for_each<Code>([&](F32 gate, F32 up) {
       return round(Function::of(gate)) * up;
     }, load_values<Code>(vector, gate + i), load_values<Code>(vector, up + i)));

@@ -14,6 +14,7 @@
 #endif
 
 #define KV8_INLINE inline __attribute__((always_inline))
+#define KV8_INLINED __attribute__((always_inline))  // the same for a lambda, after its parameters
 
 namespace kv8::KV8_ISA {
 

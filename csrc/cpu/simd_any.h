@@ -137,36 +137,43 @@ struct Round<BFloat16> {
   }
 };
 
-// Arrays, as compilers vectorize loops over those, but not over the lanes of a vector.
+// Float16::decode and Float16::encode, lane by lane: compilers do not vectorize the originals.
+KV8_INLINE F32 decode_float16(U32 code) {
+  const U32 sign = (code << 16) & 0x80000000u, magnitude = code & Float16::kMagnitude;
+  const F32 subnormal = __builtin_convertvector((I32)magnitude, F32) * 0x1p-24f;
+  const F32 normal = float_of((magnitude << Float16::kDropped) + Float16::kRebias);
+  const F32 no_number = float_of((magnitude << Float16::kDropped) | 0x7f800000u);
+  F32 value = select((I32)magnitude < 1 << 10, subnormal, normal);
+  value = select((I32)magnitude < int{Float16::kInfinity}, value, no_number);
+  return float_of(bits_of(value) | sign);
+}
+
+KV8_INLINE U32 encode_float16(F32 x) {
+  const U32 sign = (bits_of(x) & 0x80000000u) >> 16, magnitude = bits_of(x) & 0x7fffffffu;
+  const U32 odd = (magnitude >> Float16::kDropped) & 1u;
+  const U32 normal = (magnitude - Float16::kRebias + 0xfffu + odd) >> Float16::kDropped;
+  const U32 grid = splat_word(Float16::kSubnormalGridBits);
+  const U32 subnormal = bits_of(float_of(magnitude) + float_of(grid)) - grid;
+  const I32 small = (I32)magnitude < int{Float16::kSmallestNormalBits};
+  F32 code = select(small, float_of(subnormal), float_of(normal));
+  const U32 infinity = splat_word(Float16::kInfinity), nan = infinity | 0x200u;
+  code = select((I32)bits_of(code) < (I32)infinity, code, float_of(infinity));
+  return bits_of(select(x == x, code, float_of(nan))) | sign;
+}
+
 template <>
 struct Widen<Float16> {
   KV8_INLINE void operator()(U32 word, F32* out) const {
-    uint32_t words[kLanes];
-    float values[2][kLanes];
-    store_words(words, word);
-    for (int i = 0; i < kLanes; ++i) values[0][i] = Float16::decode(words[i] & 0xffffu);
-    for (int i = 0; i < kLanes; ++i) values[1][i] = Float16::decode(words[i] >> 16);
-    out[0] = load(values[0]), out[1] = load(values[1]);
+    out[0] = decode_float16(word & 0xffffu);
+    out[1] = decode_float16(word >> 16);
   }
 };
 
 template <>
 struct Round<Float16> {
-  KV8_INLINE F32 operator()(F32 x) const {
-    float values[kLanes];
-    store(values, x);
-    for (int i = 0; i < kLanes; ++i) values[i] = Float16::decode(Float16::encode(values[i]));
-    return load(values);
-  }
-  KV8_INLINE U32 words(const F32* values) const { return code(values[0]) | code(values[1]) << 16; }
-
- private:
-  static KV8_INLINE U32 code(F32 x) {
-    float values[kLanes];
-    uint32_t codes[kLanes];
-    store(values, x);
-    for (int i = 0; i < kLanes; ++i) codes[i] = Float16::encode(values[i]);
-    return load_words(codes);
+  KV8_INLINE F32 operator()(F32 x) const { return decode_float16(encode_float16(x)); }
+  KV8_INLINE U32 words(const F32* values) const {
+    return encode_float16(values[0]) | encode_float16(values[1]) << 16;
   }
 };
 

@@ -145,30 +145,38 @@ struct Widen<Float16> {
   }
 };
 
+// The bits of x; where it is NaN, those of the one that formats agree on, with its sign.
+KV8_INLINE U32 without_payload(F32 x) {
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const U32 nan = _mm512_ternarylogic_epi32(bits_of(x), splat_word(0x80000000u),
+                                            splat_word(0x7fc00000u), 0xea);  // (x & sign) | quiet
+  return _mm512_mask_mov_epi32(bits_of(x), is_nan, nan);
+}
+
 template <>
 struct Round<BFloat16> {
   KV8_INLINE F32 operator()(F32 x) const {
     return float_of(_mm512_and_si512(nearest(bits_of(x)), splat_word(0xffff0000u)));
   }
   KV8_INLINE U32 words(const F32* values) const {
-    const U32 lower = _mm512_srli_epi32(code(values[0]), 16);
-    // (a & upper half) | lower
-    return _mm512_ternarylogic_epi32(code(values[1]), splat_word(0xffff0000u), lower, 0xea);
+    const U32 lower = bits_of(values[0]), upper = bits_of(values[1]);
+    const U32 codes = merge(nearest(lower), nearest(upper));
+    if (__builtin_expect(_mm512_cmp_ps_mask(values[0], values[1], _CMP_UNORD_Q), 0))
+      return merge(nearest(without_payload(values[0])), nearest(without_payload(values[1])));
+    return codes;
   }
 
  private:
-  // With the code in the upper half. The CPU's own conversion takes subnormal numbers for zero.
+  // The code in the upper half. The CPU's own conversion takes subnormal numbers for zero.
   static KV8_INLINE U32 nearest(U32 bits) {
-    const U32 odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_word(1));
-    return _mm512_add_epi32(_mm512_add_epi32(bits, splat_word(0x7fffu)), odd);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, splat_word(0x10000u));
+    const U32 sum = _mm512_add_epi32(bits, splat_word(0x7fffu));
+    return _mm512_mask_add_epi32(sum, odd, sum, splat_word(1));
   }
-  static KV8_INLINE U32 code(F32 x) {
-    const U32 bits = bits_of(x);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    // (bits & sign) | quiet
-    const U32 nan = _mm512_ternarylogic_epi32(bits, splat_word(0x80000000u),
-                                              splat_word(0x7fc00000u), 0xea);
-    return _mm512_mask_mov_epi32(nearest(bits), is_nan, nan);
+  static KV8_INLINE U32 merge(U32 lower, U32 upper) {
+    // (upper & mask) | lower code
+    return _mm512_ternarylogic_epi32(upper, splat_word(0xffff0000u), _mm512_srli_epi32(lower, 16),
+                                     0xea);
   }
 };
 
@@ -182,11 +190,7 @@ struct Round<Float16> {
 
  private:
   static KV8_INLINE __m256i code(F32 x) {
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    // The CPU keeps the upper bits of a NaN: let there be none.
-    const U32 nan = _mm512_ternarylogic_epi32(bits_of(x), splat_word(0x80000000u),
-                                              splat_word(0x7fc00000u), 0xea);
-    return _mm512_cvtps_ph(_mm512_mask_mov_ps(x, is_nan, float_of(nan)), _MM_FROUND_TO_NEAREST_INT);
+    return _mm512_cvtps_ph(float_of(without_payload(x)), _MM_FROUND_TO_NEAREST_INT);
   }
 };
 
