@@ -33,7 +33,8 @@ inline float sum_of_squares(const typename Code::Code* x, int64_t count) {
   }
   float lanes[kParts * kWords];
   for (int part = 0; part < kParts; ++part)
-    for (int j = 0; j < kVectors; ++j) store(lanes + part * kWords + j * kLanes, sums[j].part[part]);
+    for (int j = 0; j < kVectors; ++j)
+      store(lanes + part * kWords + j * kLanes, sums[j].part[part]);
   for (int half = kParts * kWords / 2; half > 0; half /= 2)
     for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   return lanes[0];
@@ -135,7 +136,7 @@ void run(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   return rotate<Code, Float32>(r, num_rows, num_threads);
 }
 
-// e**-x, relative error below 2**-23; 0 where that is below 2**-100, infinity above 2**128.
+// e**-x, relative error below 2**-23; 0 where that is below 2**-100, infinity above some 2**127.
 KV8_INLINE F32 exponential_of_minus(F32 x) {
   x = max(splat(-1000.0f), x);  // far beyond, the fraction would be a huge number; NaN stays
   // Adding 1.5 * 2**23 and taking it away again leaves a whole number.

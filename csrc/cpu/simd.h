@@ -49,9 +49,9 @@ struct ValueTable {
 template <class Code>
 struct Widen;
 
-// And back, to nearest even: words() gives those of Code::encode; operator() rounds one vector to what
-// its code stands for. There a NaN stays as it is, which must have come of widened values: then
-// rounding finds nothing below the code to carry into it.
+// And back, to nearest even: words() gives those of Code::encode; operator() rounds one vector to
+// what its codes stand for. There a NaN stays as it is, but must have come of widened values: then
+// it has nothing below the code's bits that rounding could carry into them.
 template <class Code>
 struct Round;
 
