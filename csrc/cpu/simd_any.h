@@ -56,14 +56,26 @@ KV8_INLINE U32 load_some(const void* p, int words) {
   return x;
 }
 
+// Word by word, which takes less time than memory written in parts and read as a whole.
 KV8_INLINE U32 load_bytes(const void* p, int64_t bytes) {
+  const auto* from = static_cast<const uint8_t*>(p);
   U32 x{};
-  std::memcpy(&x, p, static_cast<size_t>(bytes));
+  for (int i = 0; i < kLanes && 4 * i < bytes; ++i) {
+    uint32_t word = 0;
+    if (4 * i + 4 <= bytes) std::memcpy(&word, from + 4 * i, 4);
+    else std::memcpy(&word, from + 4 * i, 2);
+    x[i] = word;
+  }
   return x;
 }
 
 KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
-  std::memcpy(p, &x, static_cast<size_t>(bytes));
+  auto* to = static_cast<uint8_t*>(p);
+  for (int i = 0; i < kLanes && 4 * i < bytes; ++i) {
+    const uint32_t word = x[i];
+    if (4 * i + 4 <= bytes) std::memcpy(to + 4 * i, &word, 4);
+    else std::memcpy(to + 4 * i, &word, 2);
+  }
 }
 
 KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
