@@ -9,6 +9,26 @@ from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import Operation, OperationList, linear_struct, scratch_size
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each value; of NaN, which may have any sign and payload, always the same.
+
+    Zeros have their signs.
+    """
+    return torch.where(x.isnan(), torch.nan, x).view(BITS[x.dtype])
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(bits(found.contiguous()), bits(expected.contiguous()))
+
+
+def unusual(dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros, subnormal and extreme numbers, and what is none, with both signs."""
+    info = torch.finfo(dtype)
+    some = torch.tensor([0.0, info.tiny, info.tiny / 2, info.max, torch.inf, torch.nan, 1.0])
+    return torch.cat([some, -some]).to(dtype)
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -42,9 +62,8 @@ def multiply(
     **options: object,
 ) -> torch.Tensor:
     """Return a product."""
-    num_rows = len(x)
-    scratch = torch.full((scratch_size(num_rows, x.shape[1]),), torch.nan)
-    with framed(num_rows, len(weight), x.dtype) as out:
+    scratch = torch.full((scratch_size(len(x), x.shape[1]),), torch.nan)
+    with framed(len(x), len(weight), x.dtype) as out:
         operation = linear_struct(weight, bias, x, out, scratch, **options)  # type: ignore[arg-type]
-        run(kernels, operation, num_rows, threads=threads)
+        run(kernels, operation, len(x), threads=threads)
     return out.clone()

@@ -50,10 +50,9 @@ KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
 KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
 KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
 
-// Word j of the first `words` words at p[i] becomes word i of r[j].
-KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+// Word j of r[i] becomes word i of r[j].
+KV8_INLINE void transpose(U32 (&r)[kLanes]) {
   U32 t[kLanes];
-  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -73,6 +72,12 @@ KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLa
     t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
   }
   for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// Word j of the first `words` words at p[i] becomes word i of r[j].
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
+  transpose(r);
 }
 
 // Upper and lower bytes of the bfloat16 that each FP8 code without its sign stands for.

@@ -3,37 +3,18 @@ modules round, for lengths that fill no vector, in wider tensors, and for what i
 
 import pytest
 import torch
-from tests.native_operations import DTYPES, draw, framed, run
+from tests.native_operations import DTYPES, assert_same, draw, framed, run, unusual
 
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import gate_struct, norm_struct, rotary_struct
 
 # Around the vectors of all builds: 4 to 32 values.
 SIZES = (1, 2, 3, 5, 8, 16, 31, 32, 33, 64, 100)
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each value; of NaN, which may have any sign and payload, always the same.
-
-    Zeros have their signs.
-    """
-    return torch.where(x.isnan(), torch.nan, x).view(BITS[x.dtype])
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(bits(found.contiguous()), bits(expected.contiguous()))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return the same values as part of a wider tensor, at an odd place."""
     return torch.nn.functional.pad(x, (1, 4), value=torch.nan)[:, 1:-4]
-
-
-def unusual(dtype: torch.dtype) -> torch.Tensor:
-    info = torch.finfo(dtype)
-    some = torch.tensor([0.0, info.tiny, info.tiny / 2, info.max, torch.inf, torch.nan, 1.0])
-    return torch.cat([some, -some]).to(dtype)
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
