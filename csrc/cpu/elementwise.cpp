@@ -97,6 +97,7 @@ KV8_INLINE Values<Code> load_angles(const Vector& vector, const typename Angle::
   }
 }
 
+// All heads of a token: they share its angles.
 template <class Code, class Angle>
 void rotate_heads(typename Code::Code* x, int64_t num_heads, int64_t size,
                   const typename Angle::Code* cos, const typename Angle::Code* sin, int64_t half) {
@@ -124,10 +125,10 @@ void rotate(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   const bool worthwhile = num_rows * r.num_heads * r.size >= kWorthwhile;
 #pragma omp parallel for num_threads(num_threads) if (worthwhile && num_threads > 1)
   for (int64_t t = 0; t < num_rows; ++t)
-    rotate_heads<Code, Angle>(static_cast<typename Code::Code*>(r.x) + t * r.x_stride, r.num_heads,
-                              r.size, static_cast<const typename Angle::Code*>(r.cos) + t * r.rotary,
-                              static_cast<const typename Angle::Code*>(r.sin) + t * r.rotary,
-                              r.rotary / 2);
+    rotate_heads<Code, Angle>(
+        static_cast<typename Code::Code*>(r.x) + t * r.x_stride, r.num_heads, r.size,
+        static_cast<const typename Angle::Code*>(r.cos) + t * r.rotary,
+        static_cast<const typename Angle::Code*>(r.sin) + t * r.rotary, r.rotary / 2);
 }
 
 template <class Code>

@@ -54,6 +54,7 @@ void pack_block(const kv8_linear& l, int64_t num_rows, int64_t block, uint8_t* t
 }
 
 // A row of kA tiles of outputs, rounded: out = residual + product * multiplier, or the product.
+// Rounds where finish.h does.
 template <int kA>
 KV8_INLINE void finish_row(const kv8_linear& l, int64_t t, int64_t n, U32 product) {
   const Round<BFloat16> round;
@@ -95,8 +96,9 @@ void fetch(const uint8_t* rows, int64_t bytes) {
   for (int64_t i = 0; i < kSide; ++i) prefetch(rows + i * bytes);
 }
 
-// kA tiles of weight rows from output n on, times kB blocks of x. Those are loaded with the hint that
-// they are not needed again soon, so that they do not push the weight out of the innermost cache.
+// kA tiles of weight rows from output n on, times kB blocks of x. Tiles of x are loaded with the
+// hint that they are not needed again soon: so they do not push the weight out of the innermost
+// cache.
 template <int kA, int kB>
 void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t block,
               int64_t n, bool more) {

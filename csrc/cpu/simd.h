@@ -14,7 +14,8 @@
 #endif
 
 #define KV8_INLINE inline __attribute__((always_inline))
-#define KV8_INLINED __attribute__((always_inline))  // the same for a lambda, after its parameters
+// The same for a lambda, after its parameters.
+#define KV8_INLINED __attribute__((always_inline))
 
 namespace kv8::KV8_ISA {
 
