@@ -21,7 +21,10 @@ ISA_SOURCES = ("attend.cpp", "store.cpp", "linear.cpp", "elementwise.cpp")
 ISA_FLAGS = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma"],
-    "avx512": [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi")] + ["-mfma", "-mprefer-vector-width=512"],
+    "avx512": [
+        *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi")),
+        *("-mfma", "-mprefer-vector-width=512"),
+    ],
 }
 # Where a sum follows a product, both are rounded, as torch's separate operations do.
 SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}

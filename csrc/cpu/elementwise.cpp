@@ -1,35 +1,41 @@
-// Norms, rotary embedding and gated activations: plain loops for the compiler to vectorize, one pass
-// over the values, rounded where transformers' own modules round.
+// Norms, rotary embedding and gated activations: one pass over the values, rounded where
+// transformers' own modules round.
+#include <algorithm>
 #include <cmath>
+#include <type_traits>
 
-#include "formats.h"
 #include "step.h"
+#include "values.h"
 
 namespace kv8::KV8_ISA {
 namespace {
 
 constexpr int64_t kWorthwhile = 65536;  // values a thread is worth waking for
 
-template <class Code>
-inline float rounded(float value) {
-  return Code::decode(Code::encode(value));
-}
-
-// Sixteen sums side by side: an order that vectors of any length can follow.
+// Sixteen words side by side, a sum for each of their values: an order that vectors of any length
+// can follow.
 template <class Code>
 inline float sum_of_squares(const typename Code::Code* x, int64_t count) {
-  float lanes[16] = {};
+  constexpr int kParts = Values<Code>::kParts, kCount = Values<Code>::kCount;
+  constexpr int kWords = 16, kVectors = kWords / kLanes;
+  Values<Code> sums[kVectors] = {};
+  auto add = [&](const typename Code::Code* from) {
+    for (int j = 0; j < kVectors; ++j)
+      sums[j] = for_each<Code>([](F32 sum, F32 value) { return sum + value * value; }, sums[j],
+                               load_values<Code>(WholeVector<Code>(), from + j * kCount));
+  };
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16)
-    for (int j = 0; j < 16; ++j) {
-      const float value = Code::decode(x[i + j]);
-      lanes[j] += value * value;
-    }
-  for (int j = 0; i < count; ++i, ++j) {
-    const float value = Code::decode(x[i]);
-    lanes[j] += value * value;
+  for (; i + kWords * kParts <= count; i += kWords * kParts) add(x + i);
+  if (i < count) {
+    typename Code::Code rest[kWords * kParts] = {};
+    std::copy(x + i, x + count, rest);
+    add(rest);
   }
-  for (int half = 8; half > 0; half /= 2)
+  float lanes[kParts * kWords];
+  for (int part = 0; part < kParts; ++part)
+    for (int j = 0; j < kVectors; ++j)
+      store(lanes + part * kWords + j * kLanes, sums[j].part[part]);
+  for (int half = kParts * kWords / 2; half > 0; half /= 2)
     for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   return lanes[0];
 }
@@ -39,22 +45,25 @@ template <class Code>
 void norm_head(const typename Code::Code* x, const typename Code::Code* weight,
                const typename Code::Code* residual, typename Code::Code* out, int64_t size,
                float epsilon, int32_t order) {
-  using Bits = typename Code::Code;
   const float mean = sum_of_squares<Code>(x, size) / static_cast<float>(size);
-  const float factor = 1.0f / std::sqrt(mean + epsilon);
-  const float offset = order == 1 ? 1.0f : 0.0f;
-  auto each = [&](auto value) {
-    for (int64_t i = 0; i < size; ++i) {
-      const uint32_t normed = Code::encode(value(Code::decode(x[i]) * factor, i));
-      out[i] = static_cast<Bits>(
-          residual == nullptr ? normed
-                              : Code::encode(Code::decode(residual[i]) + Code::decode(normed)));
-    }
+  const F32 factor = splat(1.0f / std::sqrt(mean + epsilon));
+  const F32 offset = splat(order == 1 ? 1.0f : 0.0f);
+  const Round<Code> round;
+  auto each = [&](auto weigh) {
+    in_vectors<Code>(size, [&](int64_t i, auto vector) KV8_INLINED {
+      auto normed = for_each<Code>([&](F32 value, F32 w) { return weigh(value * factor, w); },
+                                   load_values<Code>(vector, x + i),
+                                   load_values<Code>(vector, weight + i));
+      if (residual != nullptr)
+        normed = for_each<Code>([&](F32 before, F32 value) { return before + round(value); },
+                                load_values<Code>(vector, residual + i), normed);
+      store_values<Code>(vector, out + i, normed);
+    });
   };
   if (order == 0)
-    each([&](float n, int64_t i) { return Code::decode(weight[i]) * rounded<Code>(n); });
+    each([&](F32 n, F32 w) { return w * round(n); });
   else
-    each([&](float n, int64_t i) { return n * (offset + Code::decode(weight[i])); });
+    each([&](F32 n, F32 w) { return n * (offset + w); });
 }
 
 template <class Code>
@@ -73,19 +82,42 @@ void run(const kv8_norm& n, int64_t num_rows, int num_threads) {
     }
 }
 
-template <class Code, class Angle>
-void rotate_head(typename Code::Code* x, const typename Angle::Code* cos,
-                 const typename Angle::Code* sin, int64_t half) {
-  using Bits = typename Code::Code;
-  for (int64_t i = 0; i < half; ++i) {
-    const float low = Code::decode(x[i]), high = Code::decode(x[i + half]);
-    const float low_sum = rounded<Angle>(low * Angle::decode(cos[i])) -
-                          rounded<Angle>(high * Angle::decode(sin[i]));
-    const float high_sum = rounded<Angle>(high * Angle::decode(cos[i + half])) +
-                           rounded<Angle>(low * Angle::decode(sin[i + half]));
-    x[i] = static_cast<Bits>(Code::encode(low_sum));
-    x[i + half] = static_cast<Bits>(Code::encode(high_sum));
+// Angles for the values of a vector, which may be of another type: in their order.
+template <class Code, class Angle, class Vector>
+KV8_INLINE Values<Code> load_angles(const Vector& vector, const typename Angle::Code* from) {
+  if constexpr (std::is_same_v<Code, Angle>) {
+    return load_values<Code>(vector, from);
+  } else {
+    float parts[Values<Code>::kParts][kLanes] = {};
+    for (int64_t i = 0; i < vector.count(); ++i)
+      parts[i % Values<Code>::kParts][i / Values<Code>::kParts] = Angle::decode(from[i]);
+    Values<Code> angles;
+    for (int i = 0; i < Values<Code>::kParts; ++i) angles.part[i] = load(parts[i]);
+    return angles;
   }
+}
+
+// All heads of a token: they share its angles.
+template <class Code, class Angle>
+void rotate_heads(typename Code::Code* x, int64_t num_heads, int64_t size,
+                  const typename Angle::Code* cos, const typename Angle::Code* sin, int64_t half) {
+  const Round<Angle> round;
+  in_vectors<Code>(half, [&](int64_t i, auto vector) KV8_INLINED {
+    const auto low_cos = load_angles<Code, Angle>(vector, cos + i);
+    const auto low_sin = load_angles<Code, Angle>(vector, sin + i);
+    const auto high_cos = load_angles<Code, Angle>(vector, cos + half + i);
+    const auto high_sin = load_angles<Code, Angle>(vector, sin + half + i);
+    for (int64_t h = 0; h < num_heads; ++h) {
+      auto* const at = x + h * size + i;
+      const auto low = load_values<Code>(vector, at), high = load_values<Code>(vector, at + half);
+      store_values<Code>(vector, at, for_each<Code>([&](F32 a, F32 b, F32 cos, F32 sin) {
+        return round(a * cos) - round(b * sin);
+      }, low, high, low_cos, low_sin));
+      store_values<Code>(vector, at + half, for_each<Code>([&](F32 a, F32 b, F32 cos, F32 sin) {
+        return round(b * cos) + round(a * sin);
+      }, low, high, high_cos, high_sin));
+    }
+  });
 }
 
 template <class Code, class Angle>
@@ -93,11 +125,10 @@ void rotate(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   const bool worthwhile = num_rows * r.num_heads * r.size >= kWorthwhile;
 #pragma omp parallel for num_threads(num_threads) if (worthwhile && num_threads > 1)
   for (int64_t t = 0; t < num_rows; ++t)
-    for (int64_t h = 0; h < r.num_heads; ++h)
-      rotate_head<Code, Angle>(
-          static_cast<typename Code::Code*>(r.x) + t * r.x_stride + h * r.size,
-          static_cast<const typename Angle::Code*>(r.cos) + t * r.rotary,
-          static_cast<const typename Angle::Code*>(r.sin) + t * r.rotary, r.rotary / 2);
+    rotate_heads<Code, Angle>(
+        static_cast<typename Code::Code*>(r.x) + t * r.x_stride, r.num_heads, r.size,
+        static_cast<const typename Angle::Code*>(r.cos) + t * r.rotary,
+        static_cast<const typename Angle::Code*>(r.sin) + t * r.rotary, r.rotary / 2);
 }
 
 template <class Code>
@@ -106,47 +137,46 @@ void run(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   return rotate<Code, Float32>(r, num_rows, num_threads);
 }
 
-// e**x, relative error below 2**-21; 0 below -87, infinity above 88.
-inline float exponential(float x) {
-  const float inside = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // NaN stays
-  const float y = inside * 1.4426950408889634f;
-  // Adding this leaves a whole number in the low bits.
-  const float shifted = y + 12582912.0f;
-  const float whole = shifted - 12582912.0f;
+// e**-x, relative error below 2**-23; 0 where that is below 2**-100, infinity above some 2**127.
+KV8_INLINE F32 exponential_of_minus(F32 x) {
+  x = max(splat(-1000.0f), x);  // far beyond, the fraction would be a huge number; NaN stays
+  // Adding 1.5 * 2**23 and taking it away again leaves a whole number.
+  const F32 large = splat(12582912.0f);
+  const F32 whole = fma(x, splat(-1.4426950408889634f), large) - large;
   // log(2) in two parts, the first with few enough bits that its product is exact.
-  const float f = (inside - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;  // Taylor's series, its tail economized over |f| <= log(2) / 2
-  p = p * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * f * f + f + 1.0f;
-  const uint32_t power = (bits_of(shifted) + 127u) << 23;
-  const float result = p * float_of(power);
-  return x < -87.0f ? 0.0f : x > 88.0f ? __builtin_inff() : result;
+  F32 f = fma(whole, splat(0.693359375f), x);
+  f = fma(whole, splat(-2.12194440e-4f), f);
+  F32 p = splat(0x1.6ae720p-10f);  // minimax of e**-f, |f| <= log(2) / 2, found by least squares
+  p = fma(p, f, splat(-0x1.126792p-7f));
+  p = fma(p, f, splat(0x1.555822p-5f));
+  p = fma(p, f, splat(-0x1.55541ap-3f));
+  p = fma(p, f, splat(0x1.fffffcp-2f));
+  p = fma(p, f, splat(-1.0f));
+  p = fma(p, f, splat(1.0f));
+  return scale_by_power(p, whole);
 }
 
 struct Silu {
-  static float of(float x) { return x / (1.0f + exponential(-x)); }
+  static KV8_INLINE F32 of(F32 x) { return x / (splat(1.0f) + exponential_of_minus(x)); }
 };
 
 struct GeluTanh {
-  static float of(float x) {
-    const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+  static KV8_INLINE F32 of(F32 x) {
+    const F32 inner = splat(0.7978845608028654f) * (x + splat(0.044715f) * (x * x * x));
     // 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))
-    return x / (1.0f + exponential(-2.0f * inner));
+    return x / (splat(1.0f) + exponential_of_minus(splat(2.0f) * inner));
   }
 };
 
 template <class Code, class Function>
 void gate_row(const typename Code::Code* gate, const typename Code::Code* up,
               typename Code::Code* out, int64_t size) {
-  using Bits = typename Code::Code;
-  for (int64_t i = 0; i < size; ++i) {
-    const float value = rounded<Code>(Function::of(Code::decode(gate[i])));
-    out[i] = static_cast<Bits>(Code::encode(value * Code::decode(up[i])));
-  }
+  const Round<Code> round;
+  in_vectors<Code>(size, [&](int64_t i, auto vector) KV8_INLINED {
+    store_values<Code>(vector, out + i, for_each<Code>([&](F32 gate, F32 up) {
+      return round(Function::of(gate)) * up;
+    }, load_values<Code>(vector, gate + i), load_values<Code>(vector, up + i)));
+  });
 }
 
 template <class Code>

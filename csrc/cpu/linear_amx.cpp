@@ -6,8 +6,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "finish.h"
-#include "tile.h"
+#include <algorithm>
+
+#include "simd.h"
 
 namespace kv8::amx {
 namespace {
@@ -16,6 +17,7 @@ constexpr int64_t kSide = 16;               // rows of a tile, and float32 value
 constexpr int64_t kInputs = 32;             // bfloat16 values of a row
 constexpr int64_t kTileBytes = kSide * 64;
 constexpr int64_t kShare = 6 * kSide;       // outputs of a share of work
+constexpr int64_t kPanelBytes = 768 << 10;  // of packed x that stay in a core's cache
 
 bool find_unit() {
   unsigned a, b, c, d;
@@ -51,26 +53,52 @@ void pack_block(const kv8_linear& l, int64_t num_rows, int64_t block, uint8_t* t
   }
 }
 
-// Sums of sixteen outputs for sixteen rows of x, from a stored tile [outputs][rows].
-void finish_tile(const kv8_linear& l, int64_t num_rows, int64_t first_row, int64_t n,
-                 const float* tile) {
-  const uint8_t* from[kSide];
-  for (int64_t i = 0; i < kSide; ++i) from[i] = reinterpret_cast<const uint8_t*>(tile + i * kSide);
-  U32 turned[kSide];
-  load_transposed(from, kSide, turned);
-  alignas(64) float sums[kSide];
-  const int64_t count = num_rows - first_row < kSide ? num_rows - first_row : kSide;
-  for (int64_t i = 0; i < count; ++i) {
-    store_words(sums, turned[i]);
-    finish<BFloat16>(l, first_row + i, n, kSide, sums);
+// A row of kA tiles of outputs, rounded: out = residual + product * multiplier, or the product.
+// Rounds where finish.h does.
+template <int kA>
+KV8_INLINE void finish_row(const kv8_linear& l, int64_t t, int64_t n, U32 product) {
+  const Round<BFloat16> round;
+  const Widen<BFloat16> widen;
+  constexpr int64_t kBytes = 2 * kA * kSide;
+  auto* out = static_cast<uint16_t*>(l.out) + t * l.out_stride + n;
+  if (l.residual != nullptr) {
+    const auto* residual = static_cast<const uint16_t*>(l.residual) + t * l.residual_stride + n;
+    F32 values[2], before[2];
+    widen(product, values);
+    widen(load_some(residual, kBytes / 4), before);
+    for (int i = 0; i < 2; ++i) values[i] = before[i] + round(values[i] * splat(l.multiplier));
+    product = round.words(values);
   }
+  if constexpr (kBytes == sizeof product) store_words(out, product);
+  else store_bytes(out, product, kBytes);
+}
+
+// Sums of kA tiles of outputs for `count` rows of x, stored as [outputs][rows]. They are rounded to
+// pairs of outputs, a word for each row, before they are turned to [rows][outputs].
+template <int kA>
+void finish_tiles(const kv8_linear& l, int64_t first_row, int64_t count, int64_t n,
+                  const float* sums) {
+  const Round<BFloat16> round;
+  const auto* bias = static_cast<const uint16_t*>(l.bias);
+  U32 words[kSide] = {};
+  for (int64_t i = 0; i < kA * kSide / 2; ++i) {
+    F32 pair[2] = {load(sums + 2 * i * kSide), load(sums + (2 * i + 1) * kSide)};
+    if (bias != nullptr)
+      for (int64_t j = 0; j < 2; ++j)
+        pair[j] = pair[j] + splat(BFloat16::decode(bias[n + 2 * i + j]));
+    words[i] = round.words(pair);
+  }
+  transpose(words);
+  for (int64_t i = 0; i < count; ++i) finish_row<kA>(l, first_row + i, n, words[i]);
 }
 
 void fetch(const uint8_t* rows, int64_t bytes) {
   for (int64_t i = 0; i < kSide; ++i) prefetch(rows + i * bytes);
 }
 
-// kA tiles of weight rows from output n on, times kB blocks of x.
+// kA tiles of weight rows from output n on, times kB blocks of x. Tiles of x are loaded with the
+// hint that they are not needed again soon: so they do not push the weight out of the innermost
+// cache.
 template <int kA, int kB>
 void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t block,
               int64_t n, bool more) {
@@ -83,9 +111,9 @@ void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int6
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t step = 0; step < steps; ++step, weight += 64, x += kTileBytes) {
-    _tile_loadd(6, x, 64);
+    _tile_stream_loadd(6, x, 64);
     if constexpr (kB > 1) {
-      _tile_loadd(7, x + steps * kTileBytes, 64);
+      _tile_stream_loadd(7, x + steps * kTileBytes, 64);
     }
     if (more)
       for (int a = 0; a < kA; ++a) fetch(weight + (2 + a) * kSide * bytes, bytes);
@@ -102,23 +130,30 @@ void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int6
       }
     }
   }
-  alignas(64) float tile[kSide * kSide];
-  auto done = [&](int a, int b) {
-    finish_tile(l, num_rows, (block + b) * kSide, n + a * kSide, tile);
-  };
-  _tile_stored(0, tile, 64);
-  done(0, 0);
-  if constexpr (kB > 1) {
-    _tile_stored(1, tile, 64);
-    done(0, 1);
+  alignas(64) float sums[kB][kA][kSide * kSide];
+  _tile_stored(0, sums[0][0], 64);
+  if constexpr (kB > 1) _tile_stored(1, sums[1][0], 64);
+  if constexpr (kA > 1) _tile_stored(2, sums[0][1], 64);
+  if constexpr (kA > 1 && kB > 1) _tile_stored(3, sums[1][1], 64);
+  for (int b = 0; b < kB; ++b) {
+    const int64_t first = (block + b) * kSide, left = num_rows - first;
+    finish_tiles<kA>(l, first, left < kSide ? left : kSide, n, sums[b][0]);
   }
-  if constexpr (kA > 1) {
-    _tile_stored(2, tile, 64);
-    done(1, 0);
-  }
-  if constexpr (kA > 1 && kB > 1) {
-    _tile_stored(3, tile, 64);
-    done(1, 1);
+}
+
+// Outputs [n, end) for blocks [first, last) of x: two rows of tiles of the weight stay in the
+// innermost cache while x goes by.
+void multiply_share(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t first,
+                    int64_t last, int64_t n, int64_t end) {
+  for (; n < end; n += 2 * kSide) {
+    const bool two = n + 2 * kSide <= end;
+    for (int64_t b = first; b < last; b += 2) {
+      const bool more = b == first && n + 4 * kSide <= end;
+      if (two && b + 1 < last) multiply<2, 2>(l, packed, num_rows, b, n, more);
+      else if (two) multiply<2, 1>(l, packed, num_rows, b, n, more);
+      else if (b + 1 < last) multiply<1, 2>(l, packed, num_rows, b, n, more);
+      else multiply<1, 1>(l, packed, num_rows, b, n, more);
+    }
   }
 }
 
@@ -136,8 +171,10 @@ bool takes(const kv8_linear& l) {
 
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
   auto* packed = reinterpret_cast<uint8_t*>(l.scratch);
-  const int64_t blocks = (num_rows + kSide - 1) / kSide;
   const int64_t block_bytes = l.num_inputs / kInputs * kTileBytes;
+  const int64_t blocks = (num_rows + kSide - 1) / kSide;
+  const int64_t panel_blocks = std::max<int64_t>(kPanelBytes / (2 * block_bytes), 1) * 2;
+  const int64_t panels = (blocks + panel_blocks - 1) / panel_blocks;
   const int64_t shares = (l.num_outputs + kShare - 1) / kShare;
   static const TileShapes shapes;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -146,18 +183,10 @@ void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; ++b) pack_block(l, num_rows, b, packed + b * block_bytes);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < shares; ++i) {
-      const int64_t end = l.num_outputs < (i + 1) * kShare ? l.num_outputs : (i + 1) * kShare;
-      for (int64_t n = i * kShare; n < end; n += 2 * kSide) {
-        const bool two = n + 2 * kSide <= end;
-        for (int64_t b = 0; b < blocks; b += 2) {
-          const bool more = b == 0 && n + 4 * kSide <= end;
-          if (two && b + 1 < blocks) multiply<2, 2>(l, packed, num_rows, b, n, more);
-          else if (two) multiply<2, 1>(l, packed, num_rows, b, n, more);
-          else if (b + 1 < blocks) multiply<1, 2>(l, packed, num_rows, b, n, more);
-          else multiply<1, 1>(l, packed, num_rows, b, n, more);
-        }
-      }
+    for (int64_t i = 0; i < panels * shares; ++i) {
+      const int64_t block = i / shares * panel_blocks, n = i % shares * kShare;
+      multiply_share(l, packed, num_rows, block, std::min(block + panel_blocks, blocks), n,
+                     std::min(n + kShare, l.num_outputs));
     }
     _tile_release();
   }

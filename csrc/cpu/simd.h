@@ -14,6 +14,8 @@
 #endif
 
 #define KV8_INLINE inline __attribute__((always_inline))
+// The same for a lambda, after its parameters.
+#define KV8_INLINED __attribute__((always_inline))
 
 namespace kv8::KV8_ISA {
 
@@ -44,6 +46,16 @@ struct ValueTable {
   }
 };
 
+// Words of codes to float32, exact: value i of a word to out[i].
+template <class Code>
+struct Widen;
+
+// And back, to nearest even: words() gives those of Code::encode; operator() rounds one vector to
+// what its codes stand for. There a NaN stays as it is, but must have come of widened values: then
+// it has nothing below the code's bits that rounding could carry into them.
+template <class Code>
+struct Round;
+
 }  // namespace kv8::KV8_ISA
 
 #if defined(__AVX512VBMI__)
@@ -57,6 +69,12 @@ namespace kv8::KV8_ISA {
 template <>
 struct Widen<Float32> {
   KV8_INLINE void operator()(U32 word, F32* out) const { out[0] = float_of(word); }
+};
+
+template <>
+struct Round<Float32> {
+  KV8_INLINE F32 operator()(F32 x) const { return x; }
+  KV8_INLINE U32 words(const F32* values) const { return bits_of(values[0]); }
 };
 
 // ---------------------------------------------------------------------------------------------

@@ -56,15 +56,35 @@ KV8_INLINE U32 load_some(const void* p, int words) {
   return x;
 }
 
+// Word by word, which takes less time than memory written in parts and read as a whole.
+KV8_INLINE U32 load_bytes(const void* p, int64_t bytes) {
+  const auto* from = static_cast<const uint8_t*>(p);
+  U32 x{};
+  for (int i = 0; i < kLanes && 4 * i < bytes; ++i) {
+    uint32_t word = 0;
+    if (4 * i + 4 <= bytes) std::memcpy(&word, from + 4 * i, 4);
+    else std::memcpy(&word, from + 4 * i, 2);
+    x[i] = word;
+  }
+  return x;
+}
+
+KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
+  auto* to = static_cast<uint8_t*>(p);
+  for (int i = 0; i < kLanes && 4 * i < bytes; ++i) {
+    const uint32_t word = x[i];
+    if (4 * i + 4 <= bytes) std::memcpy(to + 4 * i, &word, 4);
+    else std::memcpy(to + 4 * i, &word, 2);
+  }
+}
+
 KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
   const I32 counts = ~(e < -100.0f);
-  const F32 exponent = max(splat(-100.0f), e);  // a NaN stays: whatever it gives, x is NaN too
-  F32 power;
-  for (int i = 0; i < kLanes; ++i) {
-    const float whole = exponent[i] < 127.0f ? exponent[i] : 127.0f;
-    power[i] = kv8::KV8_ISA::float_of(static_cast<uint32_t>(static_cast<int>(whole) + 127) << 23);
-  }
-  return select(counts, x * power, splat(0.0f));
+  // 2**128 is infinity. Where e is NaN it does not matter what comes of it: x is NaN too.
+  const F32 below = select(e < 128.0f, e, splat(128.0f));
+  const F32 exponent = max(splat(-100.0f), below);
+  const U32 biased = (U32)__builtin_convertvector(exponent, I32) + 127u;
+  return select(counts, x * float_of(biased << 23), splat(0.0f));
 }
 
 KV8_INLINE F32 round_to_whole(F32 x) {
@@ -112,12 +132,60 @@ struct Widen<BFloat16> {
 };
 
 template <>
+struct Round<BFloat16> {
+  KV8_INLINE F32 operator()(F32 x) const { return float_of(nearest(x) & 0xffff0000u); }
+  KV8_INLINE U32 words(const F32* values) const {
+    return code(values[0]) >> 16 | (code(values[1]) & 0xffff0000u);
+  }
+
+ private:
+  static KV8_INLINE U32 nearest(F32 x) {
+    const U32 bits = bits_of(x);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  }
+  static KV8_INLINE U32 code(F32 x) {
+    const U32 nan = (bits_of(x) & 0x80000000u) | 0x7fc00000u;
+    return bits_of(select(x == x, float_of(nearest(x)), float_of(nan)));
+  }
+};
+
+// Float16::decode and Float16::encode, lane by lane: compilers do not vectorize the originals.
+KV8_INLINE F32 decode_float16(U32 code) {
+  const U32 sign = (code << 16) & 0x80000000u, magnitude = code & Float16::kMagnitude;
+  const F32 subnormal = __builtin_convertvector((I32)magnitude, F32) * 0x1p-24f;
+  const F32 normal = float_of((magnitude << Float16::kDropped) + Float16::kRebias);
+  const F32 no_number = float_of((magnitude << Float16::kDropped) | 0x7f800000u);
+  F32 value = select((I32)magnitude < 1 << 10, subnormal, normal);
+  value = select((I32)magnitude < int{Float16::kInfinity}, value, no_number);
+  return float_of(bits_of(value) | sign);
+}
+
+KV8_INLINE U32 encode_float16(F32 x) {
+  const U32 sign = (bits_of(x) & 0x80000000u) >> 16, magnitude = bits_of(x) & 0x7fffffffu;
+  const U32 odd = (magnitude >> Float16::kDropped) & 1u;
+  const U32 normal = (magnitude - Float16::kRebias + 0xfffu + odd) >> Float16::kDropped;
+  const U32 grid = splat_word(Float16::kSubnormalGridBits);
+  const U32 subnormal = bits_of(float_of(magnitude) + float_of(grid)) - grid;
+  const I32 small = (I32)magnitude < int{Float16::kSmallestNormalBits};
+  F32 code = select(small, float_of(subnormal), float_of(normal));
+  const U32 infinity = splat_word(Float16::kInfinity), nan = infinity | 0x200u;
+  code = select((I32)bits_of(code) < (I32)infinity, code, float_of(infinity));
+  return bits_of(select(x == x, code, float_of(nan))) | sign;
+}
+
+template <>
 struct Widen<Float16> {
   KV8_INLINE void operator()(U32 word, F32* out) const {
-    for (int i = 0; i < kLanes; ++i) {
-      out[0][i] = Float16::decode(word[i] & 0xffffu);
-      out[1][i] = Float16::decode(word[i] >> 16);
-    }
+    out[0] = decode_float16(word & 0xffffu);
+    out[1] = decode_float16(word >> 16);
+  }
+};
+
+template <>
+struct Round<Float16> {
+  KV8_INLINE F32 operator()(F32 x) const { return decode_float16(encode_float16(x)); }
+  KV8_INLINE U32 words(const F32* values) const {
+    return encode_float16(values[0]) | encode_float16(values[1]) << 16;
   }
 };
 

@@ -38,13 +38,21 @@ KV8_INLINE U32 load_some(const void* p, int words) {
   return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << words) - 1), p);
 }
 
+// The first `bytes` bytes at p, fewer than a vector's, zeros after them; and back.
+KV8_INLINE __mmask64 first_bytes(int64_t bytes) { return (uint64_t{1} << bytes) - 1; }
+KV8_INLINE U32 load_bytes(const void* p, int64_t bytes) {
+  return _mm512_maskz_loadu_epi8(first_bytes(bytes), p);
+}
+KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
+  _mm512_mask_storeu_epi8(p, first_bytes(bytes), x);
+}
+
 KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
 KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
 
-// Word j of the first `words` words at p[i] becomes word i of r[j].
-KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+// Word j of r[i] becomes word i of r[j].
+KV8_INLINE void transpose(U32 (&r)[kLanes]) {
   U32 t[kLanes];
-  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -64,6 +72,12 @@ KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLa
     t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
   }
   for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// Word j of the first `words` words at p[i] becomes word i of r[j].
+KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
+  for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
+  transpose(r);
 }
 
 // Upper and lower bytes of the bfloat16 that each FP8 code without its sign stands for.
@@ -133,6 +147,55 @@ struct Widen<Float16> {
   KV8_INLINE void operator()(U32 word, F32* out) const {
     out[0] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(word));
     out[1] = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16)));
+  }
+};
+
+// The bits of x; where it is NaN, those of the one that formats agree on, with its sign.
+KV8_INLINE U32 without_payload(F32 x) {
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const U32 nan = _mm512_ternarylogic_epi32(bits_of(x), splat_word(0x80000000u),
+                                            splat_word(0x7fc00000u), 0xea);  // (x & sign) | quiet
+  return _mm512_mask_mov_epi32(bits_of(x), is_nan, nan);
+}
+
+template <>
+struct Round<BFloat16> {
+  KV8_INLINE F32 operator()(F32 x) const {
+    return float_of(_mm512_and_si512(nearest(bits_of(x)), splat_word(0xffff0000u)));
+  }
+  KV8_INLINE U32 words(const F32* values) const {
+    const U32 lower = bits_of(values[0]), upper = bits_of(values[1]);
+    const U32 codes = merge(nearest(lower), nearest(upper));
+    if (__builtin_expect(_mm512_cmp_ps_mask(values[0], values[1], _CMP_UNORD_Q), 0))
+      return merge(nearest(without_payload(values[0])), nearest(without_payload(values[1])));
+    return codes;
+  }
+
+ private:
+  // The code in the upper half. The CPU's own conversion takes subnormal numbers for zero.
+  static KV8_INLINE U32 nearest(U32 bits) {
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, splat_word(0x10000u));
+    const U32 sum = _mm512_add_epi32(bits, splat_word(0x7fffu));
+    return _mm512_mask_add_epi32(sum, odd, sum, splat_word(1));
+  }
+  static KV8_INLINE U32 merge(U32 lower, U32 upper) {
+    // (upper & mask) | lower code
+    return _mm512_ternarylogic_epi32(upper, splat_word(0xffff0000u), _mm512_srli_epi32(lower, 16),
+                                     0xea);
+  }
+};
+
+template <>
+struct Round<Float16> {
+  KV8_INLINE F32 operator()(F32 x) const { return _mm512_cvtph_ps(code(x)); }
+  KV8_INLINE U32 words(const F32* values) const {
+    const U32 lower = _mm512_cvtepu16_epi32(code(values[0]));
+    return _mm512_or_si512(lower, _mm512_slli_epi32(_mm512_cvtepu16_epi32(code(values[1])), 16));
+  }
+
+ private:
+  static KV8_INLINE __m256i code(F32 x) {
+    return _mm512_cvtps_ph(float_of(without_payload(x)), _MM_FROUND_TO_NEAREST_INT);
   }
 };
 

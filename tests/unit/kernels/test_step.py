@@ -2,15 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.attention_backends import kernels_or_skip
+from tests.native_operations import DTYPES, draw, multiply, run
 
 from kv8.kernels.cpu import ISA_NAMES, CpuKernels
 from kv8.kernels.step import (
-    Operation,
     OperationList,
     can_multiply,
     gate_struct,
@@ -20,53 +18,10 @@ from kv8.kernels.step import (
     scratch_size,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Largest relative error of one rounding.
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Around the tiles of the tile unit (16 rows), the blocks of the vector loops, and one.
 ROWS = (1, 2, 3, 4, 5, 16, 17, 33)
-
-
-@pytest.fixture(params=range(len(ISA_NAMES)), ids=ISA_NAMES)
-def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
-    loaded = kernels_or_skip()
-    before = loaded.isa
-    if loaded.use_isa(request.param) != request.param:
-        loaded.use_isa(before)
-        pytest.skip("this CPU has no such instructions")
-    yield loaded
-    loaded.use_isa(before)
-
-
-def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def run(kernels: CpuKernels, operation: Operation, num_rows: int, *, threads: int = 2) -> None:
-    OperationList(kernels, [operation]).run(num_rows, threads)
-
-
-def multiply(
-    kernels: CpuKernels,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    threads: int = 2,
-    **options: object,
-) -> torch.Tensor:
-    """Return a product; what surrounds it in memory must stay as it was."""
-    num_rows, outputs = len(x), len(weight)
-    frame = torch.full((num_rows + 2, outputs + 3), torch.nan, dtype=x.dtype)
-    out = frame[1:-1, :outputs]
-    scratch = torch.full((scratch_size(num_rows, x.shape[1]),), torch.nan)
-    operation = linear_struct(weight, bias, x, out, scratch, **options)  # type: ignore[arg-type]
-    run(kernels, operation, num_rows, threads=threads)
-    written = out.clone()
-    out.fill_(torch.nan)
-    assert frame.isnan().all()
-    return written
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

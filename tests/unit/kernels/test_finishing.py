@@ -1,0 +1,78 @@
+"""What a product does with its sums, bit for bit: bias, rounding, multiplier, residual.
+
+All sums are of small whole numbers, hence exact in whatever order a build adds them up.
+"""
+
+import pytest
+import torch
+from tests.native_operations import DTYPES, assert_same, draw, multiply, run, unusual
+
+from kv8.kernels.cpu import CpuKernels
+from kv8.kernels.step import linear_struct, scratch_size
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-7, 8, shape, generator=generator).to(dtype)
+
+
+def finished(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    multiplier: float,
+) -> torch.Tensor:
+    """Return what a model's modules make of it: each of them rounds what it returns."""
+    product = (x.double() @ weight.double().T).float()
+    if bias is not None:
+        product = product + bias.float()
+    product = product.to(x.dtype)
+    return product if residual is None else residual + product * multiplier
+
+
+# 0.25 changes no mantissa: compilers may fuse the multiplication and the sum of float32.
+CASES = [
+    (dtype, m) for dtype in DTYPES for m in (1.0, 0.25, 0.22) if (dtype, m) != (DTYPES[0], 0.22)
+]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "multiplier"), CASES)
+def test_finishing(
+    kernels: CpuKernels, dtype: torch.dtype, multiplier: float, with_bias: bool, with_residual: bool
+) -> None:
+    some = unusual(dtype)
+    for outputs in (1, 7, 16, 48, 160):
+        weight = whole_numbers(outputs, 96, dtype=dtype, seed=1)
+        bias = draw(outputs, dtype=dtype, seed=2) * 50
+        bias[-len(some) :] = some[-outputs:]
+        for num_rows in (1, 3, 4, 15, 16, 17, 33, 64):
+            x = whole_numbers(num_rows, 96, dtype=dtype, seed=num_rows)
+            x[-1, 5] = torch.inf
+            # A part of a wider tensor, as the output is.
+            residual = draw(num_rows, outputs + 5, dtype=dtype, seed=3)[:, 2:-3] * 50
+            residual[num_rows // 2, : len(some)] = some[:outputs]
+            add = (bias if with_bias else None, residual if with_residual else None)
+            found = multiply(kernels, x, weight, add[0], residual=add[1], multiplier=multiplier)
+            assert_same(found, finished(x, weight, *add, multiplier))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_of_many_inputs(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    """More than the tile unit packs into one panel."""
+    weight = whole_numbers(144, 4096, dtype=dtype, seed=1)
+    x = whole_numbers(230, 4096, dtype=dtype, seed=2)
+    residual = draw(230, 144, dtype=dtype, seed=3)
+    found = multiply(kernels, x, weight, residual=residual)
+    assert_same(found, finished(x, weight, None, residual, 1.0))
+
+
+def test_the_residual_may_be_the_output(kernels: CpuKernels) -> None:
+    weight, x = (whole_numbers(n, 64, dtype=torch.bfloat16, seed=n) for n in (112, 50))
+    residual = draw(50, 112, dtype=torch.bfloat16)
+    expected = finished(x, weight, None, residual, 1.0)
+    scratch = torch.empty(scratch_size(50, 64))
+    run(kernels, linear_struct(weight, None, x, residual, scratch, residual=residual), 50)
+    assert_same(residual, expected)
