@@ -96,13 +96,29 @@ void fetch(const uint8_t* rows, int64_t bytes) {
   for (int64_t i = 0; i < kSide; ++i) prefetch(rows + i * bytes);
 }
 
+// Sums of up to two tiles of outputs from n on, for up to two blocks of x.
+struct Sums {
+  int64_t block, n;
+  int num_blocks, num_tiles;
+  alignas(64) float sums[2][2][kSide * kSide];
+};
+
+void finish_sums(const kv8_linear& l, int64_t num_rows, const Sums& s) {
+  for (int b = 0; b < s.num_blocks; ++b) {
+    const int64_t first = (s.block + b) * kSide, count = std::min(num_rows - first, kSide);
+    if (s.num_tiles == 2) finish_tiles<2>(l, first, count, s.n, s.sums[b][0]);
+    else finish_tiles<1>(l, first, count, s.n, s.sums[b][0]);
+  }
+}
+
 // kA tiles of weight rows from output n on, times kB blocks of x. Tiles of x are loaded with the
 // hint that they are not needed again soon: so they do not push the weight out of the innermost
 // cache.
 template <int kA, int kB>
-void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t block,
-              int64_t n, bool more) {
-  static_assert(kA * kB <= 4 && kA <= 4 && kB <= 4);
+void multiply(const kv8_linear& l, const uint8_t* packed, int64_t block, int64_t n, bool more,
+              Sums& s) {
+  static_assert(kA * kB <= 4 && kA <= 2 && kB <= 2);
+  s.block = block, s.n = n, s.num_blocks = kB, s.num_tiles = kA;
   const int64_t bytes = 2 * l.num_inputs, steps = l.num_inputs / kInputs;
   const auto* weight = static_cast<const uint8_t*>(l.weight) + n * bytes;
   const uint8_t* x = packed + block * steps * kTileBytes;
@@ -130,31 +146,32 @@ void multiply(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int6
       }
     }
   }
-  alignas(64) float sums[kB][kA][kSide * kSide];
-  _tile_stored(0, sums[0][0], 64);
-  if constexpr (kB > 1) _tile_stored(1, sums[1][0], 64);
-  if constexpr (kA > 1) _tile_stored(2, sums[0][1], 64);
-  if constexpr (kA > 1 && kB > 1) _tile_stored(3, sums[1][1], 64);
-  for (int b = 0; b < kB; ++b) {
-    const int64_t first = (block + b) * kSide, left = num_rows - first;
-    finish_tiles<kA>(l, first, left < kSide ? left : kSide, n, sums[b][0]);
-  }
+  _tile_stored(0, s.sums[0][0], 64);
+  if constexpr (kB > 1) _tile_stored(1, s.sums[1][0], 64);
+  if constexpr (kA > 1) _tile_stored(2, s.sums[0][1], 64);
+  if constexpr (kA > 1 && kB > 1) _tile_stored(3, s.sums[1][1], 64);
 }
 
 // Outputs [n, end) for blocks [first, last) of x: two rows of tiles of the weight stay in the
-// innermost cache while x goes by.
+// innermost cache while x goes by. Sums are finished while the unit works on the next ones.
 void multiply_share(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t first,
                     int64_t last, int64_t n, int64_t end) {
+  Sums sums[2];
+  int current = 0;
+  sums[1].num_blocks = 0;
   for (; n < end; n += 2 * kSide) {
     const bool two = n + 2 * kSide <= end;
-    for (int64_t b = first; b < last; b += 2) {
+    for (int64_t b = first; b < last; b += 2, current = 1 - current) {
       const bool more = b == first && n + 4 * kSide <= end;
-      if (two && b + 1 < last) multiply<2, 2>(l, packed, num_rows, b, n, more);
-      else if (two) multiply<2, 1>(l, packed, num_rows, b, n, more);
-      else if (b + 1 < last) multiply<1, 2>(l, packed, num_rows, b, n, more);
-      else multiply<1, 1>(l, packed, num_rows, b, n, more);
+      Sums& s = sums[current];
+      if (two && b + 1 < last) multiply<2, 2>(l, packed, b, n, more, s);
+      else if (two) multiply<2, 1>(l, packed, b, n, more, s);
+      else if (b + 1 < last) multiply<1, 2>(l, packed, b, n, more, s);
+      else multiply<1, 1>(l, packed, b, n, more, s);
+      finish_sums(l, num_rows, sums[1 - current]);
     }
   }
+  finish_sums(l, num_rows, sums[1 - current]);
 }
 
 }  // namespace

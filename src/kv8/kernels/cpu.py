@@ -141,6 +141,11 @@ class CpuKernels:
         """The build in use, an index of `ISA_NAMES`."""
         return int(self.library.kv8_isa())
 
+    @property
+    def has_matrix_unit(self) -> bool:
+        """Whether the build in use multiplies bfloat16 on one (AMX)."""
+        return self.isa == len(ISA_NAMES) - 1
+
     def use_isa(self, isa: int) -> int:
         """Choose another build, for tests; return the one in use, which the CPU may limit."""
         return int(self.library.kv8_use_isa(isa))

@@ -166,6 +166,21 @@ def can_multiply(weight: torch.Tensor) -> bool:
     )
 
 
+def multiplies_many_rows(kernels: CpuKernels, weight: torch.Tensor) -> bool:
+    """Whether native products with this weight [O, I] are fast for any number of rows.
+
+    They are on a matrix unit (`csrc/cpu/linear_amx.cpp`), and then a row's product is the same
+    however many rows there are, from four on.
+    """
+    num_outputs, num_inputs = weight.shape
+    return (
+        kernels.has_matrix_unit
+        and weight.dtype == torch.bfloat16
+        and num_outputs % 16 == 0
+        and num_inputs % 32 == 0
+    )
+
+
 def linear_struct(
     weight: torch.Tensor,
     bias: torch.Tensor | None,

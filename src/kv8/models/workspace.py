@@ -37,11 +37,11 @@ class Workspace:
             self._tensors[key] = torch.empty(num_rows, width, dtype=self._dtype)
         return self._tensors[key][:num_rows]
 
-    def scratch(self, num_inputs: int) -> torch.Tensor:
+    def scratch(self, num_inputs: int, num_rows: int = MOST_ROWS) -> torch.Tensor:
         """Return what a product of rows ``num_inputs`` wide needs besides, float32."""
-        key = ("scratch", num_inputs)
+        key = (f"scratch of {num_rows}", num_inputs)
         if key not in self._tensors:
-            size = scratch_size(MOST_ROWS, num_inputs)
+            size = scratch_size(num_rows, num_inputs)
             self._tensors[key] = torch.zeros(size, dtype=torch.float32)
         return self._tensors[key]
 
