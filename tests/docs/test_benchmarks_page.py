@@ -37,7 +37,7 @@ def test_the_page_is_current(update_golden: bool) -> None:
 
 
 def beside_peers() -> str:
-    """Return the README's table: kv8 beside other engines, and its FP8 cache beside its bf16 one."""
+    """Return the README's table: kv8 beside other engines, its FP8 cache beside its bf16 one."""
     peers, kernels = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "kernels")
     )
@@ -61,7 +61,7 @@ def beside_peers() -> str:
     )
     conditions = (
         f"SmolLM2-135M, {at['threads']} threads of an {at['machine']} with AVX-512 and AMX, "
-        f"{versions}; medians of {at['repeats']} rounds in which the engines take turns, one process "
+        f"{versions}; medians of {at['repeats']} rounds in which engines take turns, one process "
         f"each. `python benchmarks/peers.py` repeats it; the last two rows are `kv8 bench kernels`."
     )
     return "\n".join([*lines, "", *textwrap.wrap(f"Conditions: {conditions}", 100)]) + "\n"
