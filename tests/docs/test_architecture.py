@@ -12,6 +12,7 @@ BEGIN = "<!-- modules: pytest tests/docs --update-golden -->\n"
 PACKAGES = (
     "cli",
     "bench",
+    "server",
     "llm.py",
     "calibration",
     "engine",

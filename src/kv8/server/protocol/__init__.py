@@ -1,0 +1,1 @@
+"""What requests may say and what answers look like: the fields of OpenAI's API."""
