@@ -26,6 +26,7 @@ PACKAGES = (
     "options.py",
     "sampling_params.py",
     "outputs.py",
+    "structured_outputs.py",
     "formats",
     "units.py",
     "errors.py",

@@ -50,8 +50,9 @@ def engine_flags(
 
 def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return a parameter for every sampling parameter that makes sense for one printed text."""
-    # The engine's --seed seeds a command's requests; texts are printed without their candidates.
-    hidden = {"n", "seed", "logprobs", "prompt_logprobs", *without}
+    # The engine's --seed seeds a command's requests; texts are printed without their candidates;
+    # a form is more than a flag can say.
+    hidden = {"n", "seed", "logprobs", "prompt_logprobs", "structured_outputs", *without}
     types = get_type_hints(SamplingParams) | _SAMPLING_TYPES
     return _parameters(SAMPLING_FIELDS, types, hidden)
 

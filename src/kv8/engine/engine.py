@@ -18,6 +18,7 @@ from kv8.engine.counters import EngineCounters
 from kv8.engine.detokenizer import TokenDecoder
 from kv8.engine.end_tokens import find_end_tokens
 from kv8.engine.failures import explain_failure
+from kv8.engine.grammars import Grammars
 from kv8.engine.health import CacheHealth
 from kv8.engine.intake import Intake
 from kv8.engine.measured_scales import ScaleMeasurement, measure_scales
@@ -48,6 +49,7 @@ class Engine:
     Attributes:
         config: what the options came to, with reasons.
         tokenizer: the model's.
+        grammars: what structured output is compiled by.
         counters: what has been done so far.
 
     Raises:
@@ -97,12 +99,10 @@ class Engine:
             max_num_batched_tokens=options.max_num_batched_tokens,
         )
         self._health = CacheHealth(config.plan, config.scales, options.skip_layers)
+        end_tokens, vocab_size = find_end_tokens(model, self.tokenizer), config.geometry.vocab_size
+        self.grammars = Grammars(self.tokenizer, end_tokens, vocab_size)
         self._intake = Intake(
-            CompletionContext(
-                TokenDecoder(self.tokenizer),
-                find_end_tokens(model, self.tokenizer),
-                config.geometry.vocab_size,
-            ),
+            CompletionContext(TokenDecoder(self.tokenizer), end_tokens, vocab_size, self.grammars),
             max_model_len=config.max_model_len,
             share_prompts=options.enable_prefix_caching,
             seed=options.seed,

@@ -45,7 +45,8 @@ class Intake:
         ``arrived_at`` is when the prompt came, by `time.monotonic`; by default now.
 
         Raises:
-            RequestError: the prompt is empty, or holds something that is no token of the model.
+            RequestError: the prompt is empty, or holds something that is no token of the model, or
+                the output cannot be given the form asked for.
             CapacityError: it leaves no room for the output; the message says what would fit.
         """
         token_ids = self._checked(prompt_token_ids, params)

@@ -24,6 +24,8 @@ COMMANDS = (
     "bench",
     *(f"bench {b}" for b in BENCHES),
 )
+# Sampling parameters that a command printing one text has no use for, or cannot spell.
+NO_FLAGS = {"n", "seed", "logprobs", "prompt_logprobs", "structured_outputs"}
 TYPER = "0.29.2"  # other versions word and wrap the same help in other ways
 
 
@@ -84,7 +86,7 @@ def test_every_calibration_option_is_a_flag_and_of_the_engine_s_only_those_that_
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_sampling_parameters_are_flags(command: str) -> None:
     text = kv8(command, "--help").out
-    for name in SAMPLING_FIELDS.keys() - {"n", "seed", "logprobs", "prompt_logprobs"}:
+    for name in SAMPLING_FIELDS.keys() - NO_FLAGS:
         assert f"--{name.replace('_', '-')} " in text
 
 
