@@ -7,22 +7,22 @@ what runs on the thread is `kv8.server.worker`.
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
-import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kv8.engine.engine import Engine
 from kv8.engine.failures import explain_failure
 from kv8.engine.prompts import TokenizedPrompt
 from kv8.errors import EngineError
 from kv8.sampling_params import SamplingParams
+from kv8.server.admission import Admission
 from kv8.server.mailbox import Mailbox
-from kv8.server.observer import RequestObserver
-from kv8.server.refusals import EngineUnavailableError, QueueFullError, TooManySequencesError
+from kv8.server.refusals import EngineUnavailableError
 from kv8.server.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
@@ -40,38 +40,32 @@ class EngineState(enum.Enum):
 
 
 class EngineThread:
-    """The engine on its thread, as routes use it.
+    """The engine on its thread, as the routes use it.
 
     Args:
         make_engine: called on the thread; returns an engine that is ready to serve.
-        max_num_seqs: sequences the engine runs at once.
-        max_queued: sequences that may wait besides.
-        observers: told of every request, on the thread.
+        admission: how many sequences may be in work.
 
     Attributes:
         state: what the engine can do now.
         failure: what failed, in a line, once ``state`` is ``FAILED``.
+        admission: sequences in work, and what was refused.
     """
 
-    def __init__(
-        self,
-        make_engine: Callable[[], Engine],
-        *,
-        max_num_seqs: int,
-        max_queued: int,
-        observers: Sequence[RequestObserver] = (),
-    ) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], admission: Admission) -> None:
         self.state = EngineState.LOADING
         self.failure: str | None = None
+        self.admission = admission
         self._make_engine = make_engine
-        self._max_num_seqs = max_num_seqs
-        self._max_queued = max_queued
-        self._worker = EngineWorker(self._post, observers)
+        self._worker = EngineWorker(self._post)
         self._thread = threading.Thread(target=self._run, name="kv8-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[None] | None = None
-        self._mailboxes: dict[Mailbox, int] = {}  # with the number of their prompts
+        self._mailboxes: dict[Mailbox, int] = {}  # open ones, with the number of their prompts
+        self._calls: set[asyncio.Future[Any]] = set()
         self._num_opened = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def start(self) -> None:
         """Begin to load; call from the event loop that serves."""
@@ -83,15 +77,10 @@ class EngineThread:
         """Wait until the engine is ready.
 
         Raises:
-            Exception: whatever kept it from loading.
+            BaseException: whatever kept it from loading.
         """
         assert self._loaded is not None, "start comes first"
         await asyncio.shield(self._loaded)
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that run or wait."""
-        return sum(mailbox.num_unfinished for mailbox in self._mailboxes)
 
     def submit(
         self,
@@ -99,33 +88,43 @@ class EngineThread:
         params: SamplingParams,
         *,
         stream: bool,
-        prefix: str = "req",
+        arrived_at: float | None = None,
     ) -> Mailbox:
         """Send a request to the engine and return where its answer will be.
 
-        Close the mailbox when done with it, whatever happened: only that frees an unfinished
-        request.
+        Whoever gets a mailbox closes it, whatever happens: that frees what has not ended.
 
         Args:
             prompts: one or more, each completed ``params.n`` times.
             params: for all of them.
             stream: whether the answer is read while it grows.
-            prefix: what the answer's name begins with.
+            arrived_at: when the request came, by `time.monotonic`, if that is not now.
 
         Raises:
             EngineUnavailableError: the engine takes no requests now.
             QueueFullError: too many wait.
             TooManySequencesError: it alone is more than may ever wait.
         """
-        self._require_ready()
+        self.require_ready()
         num_choices = len(prompts) * params.n
-        self._require_room(num_choices)
+        self.admission.require_room(num_choices, in_work=self.num_sequences)
         self._num_opened += 1
-        mailbox = Mailbox(f"{prefix}-{self._num_opened}", num_choices, self._close)
+        mailbox = Mailbox(str(self._num_opened), num_choices, self._close)
         self._mailboxes[mailbox] = len(prompts)
+        self._idle.clear()
+        arrival = time.monotonic() if arrived_at is None else arrived_at
         worker = self._worker
-        worker.send(lambda engine: worker.open(engine, mailbox, prompts, params, stream=stream))
+        worker.send(
+            lambda engine: worker.open(
+                engine, mailbox, prompts, params, stream=stream, arrived_at=arrival
+            )
+        )
         return mailbox
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run or wait."""
+        return sum(mailbox.num_unfinished for mailbox in self._mailboxes)
 
     async def call(self, function: Callable[[Engine], _Result]) -> _Result:
         """Return what ``function`` returns for the engine, called on its thread between steps.
@@ -135,14 +134,103 @@ class EngineThread:
             Exception: whatever ``function`` raises.
         """
         if self.state not in (EngineState.READY, EngineState.DRAINING):
-            raise EngineUnavailableError(self._explain_state())
-        ...
+            raise self._unavailable()
+        result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        self._calls.add(result)
+        result.add_done_callback(self._calls.discard)
+        self._worker.send(lambda engine: self._post(_outcome(function, engine, result)))
+        return await result
+
+    def require_ready(self) -> None:
+        """Raise `EngineUnavailableError` unless the engine takes requests."""
+        if self.state is not EngineState.READY:
+            raise self._unavailable()
 
     def drain(self) -> None:
         """Take no more requests; those accepted go on."""
+        if self.state in (EngineState.LOADING, EngineState.READY):
+            self.state = EngineState.DRAINING
 
-    async def drained(self) -> None:
-        """Wait until nothing accepted is left."""
+    async def idle(self) -> None:
+        """Wait until every mailbox is closed."""
+        await self._idle.wait()
 
-    async def stop(self) -> None:
-        """End what is left with an error for whoever waits, and end the thread."""
+    def end_all(self, reason: str) -> None:
+        """End all that is in work, with ``reason`` for whoever waits."""
+        for mailbox in list(self._mailboxes):
+            mailbox.fail(EngineUnavailableError(reason))
+        for call in list(self._calls):
+            if not call.done():
+                call.set_exception(EngineUnavailableError(reason))
+
+    async def stop(self, *, timeout: float) -> bool:
+        """End the thread; return whether it has ended: while it loads, nothing can stop it."""
+        self._worker.stop()
+        with contextlib.suppress(RuntimeError):  # it was never started
+            await asyncio.to_thread(self._thread.join, timeout)
+        return not self._thread.is_alive()
+
+    def _close(self, mailbox: Mailbox) -> None:
+        num_prompts = self._mailboxes.pop(mailbox, None)
+        if num_prompts is None:
+            return
+        if mailbox.num_unfinished or mailbox.failed:
+            self._worker.send(lambda engine: self._worker.abort(engine, mailbox, num_prompts))
+        if not self._mailboxes:
+            self._idle.set()
+
+    def _run(self) -> None:
+        """Load and serve; the thread's whole life."""
+        try:
+            engine = self._make_engine()
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits in `loaded`
+            failure = error
+            self._post(lambda: self._not_loaded(failure))
+            return
+        self._post(self._ready)
+        try:
+            self._worker.serve(engine)
+        except BaseException as error:  # noqa: BLE001 - told to everybody who waits
+            line = explain_failure(error)
+            self._post(lambda: self._failed(line))
+
+    def _post(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its readers with it
+            self._loop.call_soon_threadsafe(function)
+
+    def _ready(self) -> None:
+        if self.state is EngineState.LOADING:
+            self.state = EngineState.READY
+        assert self._loaded is not None
+        self._loaded.set_result(None)
+
+    def _not_loaded(self, error: BaseException) -> None:
+        self.state, self.failure = EngineState.FAILED, str(error)
+        assert self._loaded is not None
+        self._loaded.set_exception(error)
+
+    def _failed(self, line: str) -> None:
+        self.state, self.failure = EngineState.FAILED, line
+        logger.critical("The engine has failed and serves no more; restart it. %s", line)
+        self.end_all(f"The engine has failed: {line}")
+
+    def _unavailable(self) -> EngineUnavailableError:
+        texts = {
+            EngineState.LOADING: "The model is still loading. Try again when /health says ready.",
+            EngineState.DRAINING: "The server is stopping and takes no more requests.",
+            EngineState.FAILED: f"The engine has failed: {self.failure}",
+        }
+        return EngineUnavailableError(texts[self.state])
+
+
+def _outcome(
+    function: Callable[[Engine], _Result], engine: Engine, result: "asyncio.Future[_Result]"
+) -> Callable[[], None]:
+    """Call ``function`` now, and return what tells ``result`` of it."""
+    try:
+        value = function(engine)
+    except Exception as error:  # noqa: BLE001 - the caller's, and told to the caller
+        failure = error
+        return lambda: None if result.done() else result.set_exception(failure)
+    return lambda: None if result.done() else result.set_result(value)

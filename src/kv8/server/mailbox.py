@@ -59,12 +59,14 @@ class PromptReport:
 
     Attributes:
         index: which of the request's prompts.
+        text: its text, if it was given as text.
         token_ids: its tokens.
         num_cached_tokens: of these, found in the prefix cache.
         logprobs: for each token (the first has none), if they were asked for.
     """
 
     index: int
+    text: str | None
     token_ids: Sequence[int]
     num_cached_tokens: int
     logprobs: Sequence[TokenLogprobs | None] | None

@@ -1,12 +1,12 @@
 """What runs on the engine's thread: commands between steps, steps while there is work.
 
-Nothing here waits for a reader. An exception that escapes the engine ends the thread, and whoever
-waits is told; a step that failed has ended its own requests already, and a probe then tells whether
-the engine can still serve others.
+Nothing here waits for a reader. A step that fails ends the requests it was about and no others; a
+probe then tells whether the engine can still serve anybody. An engine that cannot ends the thread.
 """
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -18,26 +18,24 @@ from kv8.outputs import RequestOutput
 from kv8.sampling_params import SamplingParams
 from kv8.server.feed import Feed
 from kv8.server.mailbox import Mailbox, Update
-from kv8.server.observer import RequestObserver
 
 logger = logging.getLogger(__name__)
 
 Command: TypeAlias = Callable[[Engine], None]
 Post: TypeAlias = Callable[[Callable[[], None]], None]
+
 _PROBE = "health-probe"  # no request is called so: theirs are numbered
 
 
 class EngineWorker:
-    """The engine and what it works on; all but `send` and `stop` belong to one thread.
+    """The engine's side of the server; all but `send` and `stop` belong to one thread.
 
     Args:
         post: has the event loop call a function.
-        observers: told of every request.
     """
 
-    def __init__(self, post: Post, observers: Sequence[RequestObserver]) -> None:
+    def __init__(self, post: Post) -> None:
         self._post = post
-        self._observers = observers
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._feeds: dict[str, Feed] = {}
         self._probing = False
@@ -64,7 +62,7 @@ class EngineWorker:
                 command(engine)
             failed_steps = engine.counters.failed_steps
             self._publish(engine.step())
-            if engine.counters.failed_steps > failed_steps:
+            if engine.counters.failed_steps > failed_steps and not self._probing:
                 self._probe(engine)
 
     def open(
@@ -75,33 +73,31 @@ class EngineWorker:
         params: SamplingParams,
         *,
         stream: bool,
+        arrived_at: float,
     ) -> None:
         """Queue all prompts of a request, or none of them and say why."""
         names: list[str] = []
         try:
             for number, (text, token_ids) in enumerate(prompts):
                 name = _name(mailbox, number)
-                engine.add_request(name, token_ids, params, prompt=text)
+                engine.add_request(name, token_ids, params, prompt=text, arrived_at=arrived_at)
                 names.append(name)
-                feed = Feed(mailbox, number, stream=stream, observers=self._observers)
-                self._feeds[name] = feed
         except Exception as error:  # noqa: BLE001 - only this request is concerned
             for name in names:
                 engine.abort(name)
-                del self._feeds[name]
             refusal = error if isinstance(error, KV8Error) else EngineError(explain_failure(error))
             self._post(lambda: mailbox.fail(refusal))
         else:
+            for number, name in enumerate(names):
+                self._feeds[name] = Feed(mailbox, number, stream=stream)
             self._post(mailbox.accept)
 
     def abort(self, engine: Engine, mailbox: Mailbox, num_prompts: int) -> None:
         """End what has not ended of a request; nobody waits for it."""
         for number in range(num_prompts):
             name = _name(mailbox, number)
-            feed = self._feeds.pop(name, None)
-            output = engine.abort(name)
-            if feed is not None and output is not None:
-                feed.take(output)  # for the observers
+            self._feeds.pop(name, None)
+            engine.abort(name)
 
     def _publish(self, outputs: Sequence[RequestOutput]) -> None:
         updates: list[tuple[Mailbox, Update]] = []
@@ -120,18 +116,18 @@ class EngineWorker:
 
     def _probe(self, engine: Engine) -> None:
         """Have the engine compute one token that nobody asked for, to see whether it can."""
-        if not self._probing:
-            self._probing = True
-            engine.add_request(_PROBE, [0], SamplingParams(temperature=0.0, max_tokens=1))
+        self._probing = True
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        engine.add_request(_PROBE, [0], params, arrived_at=time.monotonic())
 
-    def _judge(self, output: RequestOutput) -> None:
-        if not output.finished:
+    def _judge(self, probe: RequestOutput) -> None:
+        if not probe.finished:
             return
         self._probing = False
-        completion = output.outputs[0]
+        completion = probe.outputs[0]
         if completion.finish_reason == "error":
             raise EngineError(f"The engine fails whatever it is given: {completion.error}")
-        logger.info("A step failed, but the engine still works.")
+        logger.info("A step failed; the engine still serves others.")
 
 
 def _deliver(updates: Sequence[tuple[Mailbox, Update]]) -> None:
