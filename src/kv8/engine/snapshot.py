@@ -30,6 +30,10 @@ class BlockUse:
         total = self.used + self.cached + self.free
         return self.used / total if total else 0.0
 
+    def by_use(self) -> dict[str, int]:
+        """Return the three counts by name."""
+        return {"used": self.used, "cached": self.cached, "free": self.free}
+
 
 @dataclass(frozen=True)
 class EngineSnapshot:

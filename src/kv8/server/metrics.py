@@ -1,0 +1,25 @@
+"""``GET /metrics``: what the server counts, in the formats Prometheus reads."""
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from kv8.server.metric_families import ObservationCollector
+from kv8.server.observation import Observer
+
+
+def router(observer: Observer) -> APIRouter:
+    """Return the route of the metrics; it answers in every state of the server."""
+    routes = APIRouter()
+
+    @routes.get("/metrics", response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """Answer with all metrics, in the format the client accepts."""
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        # A registry of its own: nothing here outlives the answer, and two servers share nothing.
+        registry = CollectorRegistry()
+        registry.register(ObservationCollector(await observer.look()))
+        ProcessCollector(registry=registry)
+        return Response(encode(registry), media_type=media_type)
+
+    return routes
