@@ -1,4 +1,4 @@
-"""``GET /v1/kv_cache``: what the cache is, what it is used for, and what storing did to the values."""
+"""``GET /v1/kv_cache``: what the cache is, how full it is, and what storing did to the values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The routes for whoever watches the server: metrics, the cache's document, and the page at ``/``."""
+"""The routes for whoever watches the server: metrics, the cache's document, the page at ``/``."""
 
 from fastapi import APIRouter
 
