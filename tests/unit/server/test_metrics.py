@@ -19,7 +19,7 @@ from kv8.server.engine_thread import EngineState
 from kv8.server.metric_families import ObservationCollector
 from kv8.server.observation import Observation
 
-DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "kv8.json"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 LAYERS = [layer(0, k=250, v=3), native_layer(1, skipped_by="1")]
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -132,10 +132,17 @@ def test_openmetrics_is_well_formed() -> None:
 
 def test_the_dashboard_asks_only_for_metrics_there_are() -> None:
     names = {name for name, _ in samples(observation(LAYERS))}
-    dashboard = json.loads(DASHBOARD.read_text())
+    dashboard = json.loads((DOCS / "grafana" / "kv8.json").read_text())
     asked = set(re.findall(r"\b(?:vllm|kv8):\w+", json.dumps(dashboard)))
     assert asked
     assert asked <= names
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
     assert len(set(places)) == len(places)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    page = (DOCS / "monitoring.md").read_text()
+    documented = set(re.findall(r"^\| `((?:vllm|kv8):\w+)` \|", page, flags=re.M))
+    there = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in samples(observation(LAYERS))}
+    assert documented == there
