@@ -1,6 +1,7 @@
 """``GET /metrics``: what the server counts, in the formats Prometheus reads."""
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
@@ -12,7 +13,11 @@ def router(observer: Observer) -> APIRouter:
     """Return the route of the metrics; it answers in every state of the server."""
     routes = APIRouter()
 
-    @routes.get("/metrics", response_class=Response)
+    @routes.get(
+        "/metrics",
+        response_class=PlainTextResponse,
+        responses={200: {"content": {"application/openmetrics-text": {}}}},
+    )
     async def metrics(request: Request) -> Response:
         """Answer with all metrics, in the format the client accepts."""
         encode, media_type = choose_encoder(request.headers.get("accept", ""))

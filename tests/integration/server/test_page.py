@@ -119,7 +119,7 @@ def test_the_figures_are_the_documents(page, stage) -> None:
     assert "prefix found 25 %" in text(page, "#work")
     assert "first token after 333 ms since start" in text(page, "#work")
     assert "bytes a token 11,520" in text(page, "#cache")
-    assert "fp8_e4m3 in 29 layers, bfloat16 in 1 layers" in text(page, "#cache")
+    assert "fp8_e4m3 in 29 layers, bfloat16 in 1 layer" in text(page, "#cache")
     assert "kv_cache_dtype fp8_e4m3 as asked with fp8" in text(page, "#settings")
     assert "2.00x less memory" in text(page, "#messages")
 

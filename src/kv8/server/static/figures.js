@@ -99,14 +99,16 @@ export function showWork(data, rates) {
       prefix.query_tokens ? format.share(prefix.hit_tokens / prefix.query_tokens) : format.NONE,
     ],
     ["preemptions", format.count(data.counters.preemptions)],
-    ["failed", format.count(data.counters.finished.error ?? 0)],
+    ["failed requests", format.count(data.counters.finished.error ?? 0)],
   ]);
 }
 
 export function showCache(data) {
   const dtypes = new Map();
   for (const { dtype } of data.layers) dtypes.set(dtype, (dtypes.get(dtype) ?? 0) + 1);
-  const layers = [...dtypes].map(([dtype, number]) => `${dtype} in ${number} layers`);
+  const layers = [...dtypes].map(
+    ([dtype, number]) => `${dtype} in ${number} ${number === 1 ? "layer" : "layers"}`,
+  );
   fillFacts(byId("cache"), [
     ["stored as", layers.join(", ")],
     ["bytes a token", format.count(data.bytes_per_token)],

@@ -84,6 +84,8 @@ export class HeatMap {
       }
       return row;
     });
+    table.style.setProperty("--columns", numbers.length);
+    table.style.setProperty("--of", this.#columns);
     table.append(element("thead", {}, head), element("tbody", {}, ...rows));
     return table;
   }
