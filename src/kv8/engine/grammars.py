@@ -20,7 +20,7 @@ from kv8.structured_outputs import StructuredOutputsParams
 _WHITESPACE = r"[ \n\r\t]{1,40}"
 # llguidance reads options out of the schema itself, and one of them ignores keywords it does not
 # know; what is given here overrides that.
-_JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False}
+JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False}
 _NUM_KEPT = 64  # compiled forms; clients send the same few again and again
 
 
@@ -122,9 +122,9 @@ def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
     """Return ``form`` in llguidance's own language."""
     text: str
     if form.json is not None:
-        text = matcher.grammar_from_json_schema(form.json, overrides=_JSON_OPTIONS)
+        text = matcher.grammar_from_json_schema(form.json, overrides=JSON_OPTIONS)
     elif form.json_object:
-        text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+        text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
     elif form.regex is not None:
         text = matcher.grammar_from_regex(form.regex)
     elif form.choice is not None:
