@@ -8,8 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from kv8.server.protocol.messages import FunctionCall
-from kv8.server.protocol.tools import ToolCallDelta
+from kv8.server.protocol.tools import FunctionCall, ToolCallDelta
 from kv8.server.tool_format import ToolFormat
 
 _ID_LETTERS = string.ascii_letters + string.digits

@@ -5,7 +5,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from kv8.server.protocol.common import Strict
-from kv8.server.protocol.messages import FunctionCall, ToolCall
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -42,6 +41,21 @@ class NamedToolChoice(Strict):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class FunctionCall(Strict):
+    """The function that was called, and with what."""
+
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class ToolCall(Strict):
+    """A call in a message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class ToolCallDelta(BaseModel):
