@@ -12,6 +12,7 @@ import typer
 from kv8.calibration.options import CALIBRATION_FIELDS, CalibrationOptions
 from kv8.options import OPTION_FIELDS, EngineOptions
 from kv8.sampling_params import SAMPLING_FIELDS, SamplingParams
+from kv8.server.settings import SETTING_FIELDS, ServerSettings
 
 ModelArgument = Annotated[str, typer.Argument(help=OPTION_FIELDS["model"].metadata["help"])]
 
@@ -21,7 +22,13 @@ _ENGINE_TYPES: dict[str, Any] = {
     "kv_scales": str | None,
     "kv_cache_memory": str | None,
 }
-LIST_FLAGS = frozenset({"--kv-cache-dtype-skip-layers"})
+LIST_FLAGS = frozenset({"--kv-cache-dtype-skip-layers", "--served-model-name"})
+_SERVER_TYPES: dict[str, Any] = {
+    "api_key": list[str],
+    "served_model_name": list[str],
+    "allowed_origins": list[str],
+    "max_body_size": str,
+}
 _SAMPLING_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int]}
 _REPEAT = " Repeat the flag for several."
 _METAVARS = {
@@ -30,6 +37,13 @@ _METAVARS = {
     "kv_cache_memory": "SIZE",
     "tokenizer": "FOLDER",
     "attention_backend": "NAME",
+    "host": "ADDRESS",
+    "api_key": "KEY",
+    "served_model_name": "NAME...",
+    "max_body_size": "SIZE",
+    "allowed_origins": "ORIGIN",
+    "chat_template": "FILE",
+    "drain_timeout": "SECONDS",
     "stop": "TEXT",
     "stop_token_ids": "TOKEN",
 }
@@ -60,6 +74,11 @@ def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
 def calibration_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return a parameter for every option of a calibration."""
     return _parameters(CALIBRATION_FIELDS, get_type_hints(CalibrationOptions), without)
+
+
+def server_flags() -> list[inspect.Parameter]:
+    """Return a parameter for every setting of a server."""
+    return _parameters(SETTING_FIELDS, get_type_hints(ServerSettings) | _SERVER_TYPES, ())
 
 
 def with_flags(

@@ -11,14 +11,13 @@ import contextlib
 import enum
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kv8.engine.engine import Engine
 from kv8.engine.failures import explain_failure
 from kv8.engine.prompts import TokenizedPrompt
-from kv8.errors import EngineError
+from kv8.engine.resolve import ResolvedConfig
 from kv8.sampling_params import SamplingParams
 from kv8.server.admission import Admission
 from kv8.server.mailbox import Mailbox
@@ -49,12 +48,14 @@ class EngineThread:
     Attributes:
         state: what the engine can do now.
         failure: what failed, in a line, once ``state`` is ``FAILED``.
+        config: the engine's own, once it is loaded.
         admission: sequences in work, and what was refused.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], admission: Admission) -> None:
         self.state = EngineState.LOADING
         self.failure: str | None = None
+        self.config: ResolvedConfig | None = None
         self.admission = admission
         self._make_engine = make_engine
         self._worker = EngineWorker(self._post)
@@ -82,23 +83,10 @@ class EngineThread:
         assert self._loaded is not None, "start comes first"
         await asyncio.shield(self._loaded)
 
-    def submit(
-        self,
-        prompts: Sequence[TokenizedPrompt],
-        params: SamplingParams,
-        *,
-        stream: bool,
-        arrived_at: float | None = None,
-    ) -> Mailbox:
-        """Send a request to the engine and return where its answer will be.
+    def open(self, num_choices: int) -> Mailbox:
+        """Return a mailbox for a request of so many completions; from now on it has its place.
 
         Whoever gets a mailbox closes it, whatever happens: that frees what has not ended.
-
-        Args:
-            prompts: one or more, each completed ``params.n`` times.
-            params: for all of them.
-            stream: whether the answer is read while it grows.
-            arrived_at: when the request came, by `time.monotonic`, if that is not now.
 
         Raises:
             EngineUnavailableError: the engine takes no requests now.
@@ -106,25 +94,41 @@ class EngineThread:
             TooManySequencesError: it alone is more than may ever wait.
         """
         self.require_ready()
-        num_choices = len(prompts) * params.n
-        self.admission.require_room(num_choices, in_work=self.num_sequences)
+        self.admission.enter(num_choices)
         self._num_opened += 1
         mailbox = Mailbox(str(self._num_opened), num_choices, self._close)
-        self._mailboxes[mailbox] = len(prompts)
+        self._mailboxes[mailbox] = 0
         self._idle.clear()
-        arrival = time.monotonic() if arrived_at is None else arrived_at
+        return mailbox
+
+    def submit(
+        self,
+        mailbox: Mailbox,
+        prompts: Sequence[TokenizedPrompt],
+        params: SamplingParams,
+        *,
+        stream: bool,
+        arrived_at: float,
+    ) -> None:
+        """Send a request to the engine; its answer comes to ``mailbox``.
+
+        Args:
+            mailbox: an open one, for ``params.n`` completions of each prompt.
+            prompts: one or more.
+            params: for all of them.
+            stream: whether the answer is read while it grows.
+            arrived_at: when the request came, by `time.monotonic`.
+        """
+        assert mailbox.num_choices == len(prompts) * params.n
+        if mailbox not in self._mailboxes:
+            return  # it was closed, or everything was ended, meanwhile
+        self._mailboxes[mailbox] = len(prompts)
         worker = self._worker
         worker.send(
             lambda engine: worker.open(
-                engine, mailbox, prompts, params, stream=stream, arrived_at=arrival
+                engine, mailbox, prompts, params, stream=stream, arrived_at=arrived_at
             )
         )
-        return mailbox
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that run or wait."""
-        return sum(mailbox.num_unfinished for mailbox in self._mailboxes)
 
     async def call(self, function: Callable[[Engine], _Result]) -> _Result:
         """Return what ``function`` returns for the engine, called on its thread between steps.
@@ -151,6 +155,11 @@ class EngineThread:
         if self.state in (EngineState.LOADING, EngineState.READY):
             self.state = EngineState.DRAINING
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every mailbox is closed."""
+        return self._idle.is_set()
+
     async def idle(self) -> None:
         """Wait until every mailbox is closed."""
         await self._idle.wait()
@@ -174,8 +183,10 @@ class EngineThread:
         num_prompts = self._mailboxes.pop(mailbox, None)
         if num_prompts is None:
             return
-        if mailbox.num_unfinished or mailbox.failed:
-            self._worker.send(lambda engine: self._worker.abort(engine, mailbox, num_prompts))
+        if num_prompts and not mailbox.ended:
+            worker = self._worker
+            worker.send(lambda engine: worker.abort(engine, mailbox, num_prompts))
+        self.admission.leave(mailbox.num_choices)
         if not self._mailboxes:
             self._idle.set()
 
@@ -187,7 +198,7 @@ class EngineThread:
             failure = error
             self._post(lambda: self._not_loaded(failure))
             return
-        self._post(self._ready)
+        self._post(lambda: self._ready(engine.config))
         try:
             self._worker.serve(engine)
         except BaseException as error:  # noqa: BLE001 - told to everybody who waits
@@ -199,7 +210,8 @@ class EngineThread:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and its readers with it
             self._loop.call_soon_threadsafe(function)
 
-    def _ready(self) -> None:
+    def _ready(self, config: ResolvedConfig) -> None:
+        self.config = config
         if self.state is EngineState.LOADING:
             self.state = EngineState.READY
         assert self._loaded is not None

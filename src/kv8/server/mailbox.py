@@ -120,9 +120,9 @@ class Mailbox:
         self._close(self)
 
     @property
-    def num_unfinished(self) -> int:
-        """Choices that have not ended."""
-        return 0 if self._error is not None else self.num_choices - len(self._finished)
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return len(self._finished) == self.num_choices
 
     @property
     def usage(self) -> Usage:
@@ -150,20 +150,19 @@ class Mailbox:
         Raises:
             EngineError: the engine failed; nothing more comes.
         """
-        while not self._pending and (self.num_unfinished or self._error is not None):
+        while not (self._pending or self.ended):
             await self._next_news()
-        pending, self._pending = self._pending, {}
-        return [pending[index] for index in sorted(pending)]
+        return self._take()
 
     async def rest(self) -> list[ChoiceDelta]:
-        """Wait for the end and return all that is new since the last look, one piece a choice.
+        """Wait for the end and return all that nobody has taken, one piece a choice.
 
         Raises:
             EngineError: the engine failed.
         """
-        while self.num_unfinished or self._error is not None:
+        while not self.ended:
             await self._next_news()
-        return await self.next()
+        return self._take()
 
     def accept(self) -> None:
         """Record that the engine has queued the request."""
@@ -186,6 +185,10 @@ class Mailbox:
         """End the request with an error for whoever reads."""
         self._error = error
         self._news.set()
+
+    def _take(self) -> list[ChoiceDelta]:
+        pending, self._pending = self._pending, {}
+        return [pending[index] for index in sorted(pending)]
 
     async def _next_news(self) -> None:
         if self._error is None:

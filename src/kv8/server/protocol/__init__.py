@@ -1,1 +1,1 @@
-"""What requests may say and what answers look like: the fields of OpenAI's API."""
+"""What clients send and get: OpenAI's shapes, every field honoured or refused by name."""

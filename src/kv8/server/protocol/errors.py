@@ -1,0 +1,102 @@
+"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from kv8.errors import KV8Error, RequestError
+from kv8.server.refusals import EngineUnavailableError, QueueFullError
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+}
+# Seconds after which a server that is loading may be ready; one that stops may have a successor.
+_RETRY_UNAVAILABLE = "5"
+_LEADING_NAME = re.compile(r"([a-z][a-z_]*)(?=[ :=])")
+
+
+class ErrorContent(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorContent
+
+
+class ApiError(HTTPException):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        message: for the person who must act.
+        param: the field concerned.
+        code: a word for programs, if OpenAI has one.
+        headers: to send along.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, detail=message, headers=dict(headers or {}))
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as a body."""
+        kind = _TYPES.get(HTTPStatus(self.status_code), "invalid_request_error")
+        content = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": content}
+
+
+def api_error(error: Exception, *, fields: Mapping[str, Any] | None = None) -> ApiError:
+    """Return the answer to a request that ended with ``error``.
+
+    Args:
+        error: what was raised.
+        fields: names a message may begin with, which then is the field it is about.
+    """
+    message = str(error) or type(error).__name__
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case QueueFullError():
+            headers = {"retry-after": str(error.retry_after)}
+            return ApiError(429, message, code="queue_full", headers=headers)
+        case EngineUnavailableError():
+            headers = {"retry-after": _RETRY_UNAVAILABLE}
+            return ApiError(503, message, headers=headers)
+        case RequestError():
+            return ApiError(400, message, param=field_of(message, fields or {}))
+        case KV8Error():
+            return ApiError(500, message)
+        case _:
+            return ApiError(500, f"kv8 failed on this request ({type(error).__name__}).")
+
+
+def field_of(message: str, fields: Mapping[str, Any]) -> str | None:
+    """Return the field of ``fields`` that ``message`` begins with, if it does."""
+    found = _LEADING_NAME.match(message)
+    return found[1] if found is not None and found[1] in fields else None
