@@ -12,7 +12,7 @@ from kv8._version import __version__
 from kv8.errors import KV8Error
 from kv8.server import chat, completions, health, models, monitoring, tokenization
 from kv8.server.gate import KeyGate, SizeGate, error_response
-from kv8.server.protocol.errors import ErrorBody, api_error
+from kv8.server.protocol.errors import ApiError, ErrorBody, api_error
 from kv8.server.protocol.validation import validation_error
 from kv8.server.state import ServerState
 
@@ -56,7 +56,10 @@ def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
+    told = api_error(error)
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):  # no route, or method
+        told.detail = f"{request.method} {request.url.path}: {told.detail.lower()}."
+    return error_response(told)
 
 
 def _failed(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from kv8.calibration.start_up import start_engine
+from kv8.engine.engine import Engine
 from kv8.options import EngineOptions
 from kv8.server.admission import Admission
 from kv8.server.app import make_app
@@ -43,14 +44,19 @@ def serve(options: EngineOptions, settings: ServerSettings, *, say: Callable[[st
     return asyncio.run(_run(options, settings, plan, listener, say))
 
 
-def make_state(options: EngineOptions, settings: ServerSettings, plan: Plan) -> ServerState:
+def make_state(
+    options: EngineOptions,
+    settings: ServerSettings,
+    plan: Plan,
+    make_engine: Callable[[EngineOptions], Engine] = start_engine,
+) -> ServerState:
     """Return what the routes of a server share; its engine is not started."""
     return ServerState(
         settings=settings,
         options=options,
         planned=plan.config,
         engine=EngineThread(
-            lambda: start_engine(options),
+            lambda: make_engine(options),
             Admission(max_num_seqs=options.max_num_seqs, max_queued=settings.max_queued),
         ),
         texts=Texts(plan.tokenizer, chat_template=plan.chat_template),

@@ -65,8 +65,8 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         """Return the error as a body."""
         kind = _TYPES.get(HTTPStatus(self.status_code), "invalid_request_error")
-        content = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": content}
+        message, param = _sendable(self.detail), self.param and _sendable(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 def api_error(error: Exception, *, fields: Mapping[str, Any] | None = None) -> ApiError:
@@ -94,6 +94,11 @@ def api_error(error: Exception, *, fields: Mapping[str, Any] | None = None) -> A
             return ApiError(500, message)
         case _:
             return ApiError(500, f"kv8 failed on this request ({type(error).__name__}).")
+
+
+def _sendable(text: str) -> str:
+    """Return ``text`` with what is no text in UTF-8 (it quotes the client) spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def field_of(message: str, fields: Mapping[str, Any]) -> str | None:
