@@ -13,6 +13,7 @@ PACKAGES = (
     "cli",
     "bench",
     "server",
+    "server/protocol",
     "llm.py",
     "calibration",
     "engine",

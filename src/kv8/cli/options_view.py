@@ -1,7 +1,7 @@
 """Flags made from dataclass fields: names, defaults and help stand in the dataclass alone."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -15,6 +15,9 @@ from kv8.sampling_params import SAMPLING_FIELDS, SamplingParams
 from kv8.server.settings import SETTING_FIELDS, ServerSettings
 
 ModelArgument = Annotated[str, typer.Argument(help=OPTION_FIELDS["model"].metadata["help"])]
+
+# Flags of `kv8 serve` that vLLM spells in another way; both work.
+VLLM_SPELLINGS = {"kv_cache_memory": "--kv-cache-memory-bytes"}
 
 # Python has more ways to say these than a command line, which has one flag a field.
 _ENGINE_TYPES: dict[str, Any] = {
@@ -50,16 +53,20 @@ _METAVARS = {
 
 
 def engine_flags(
-    *, only: Collection[str] | None = None, texts: Mapping[str, str] | None = None
+    *,
+    only: Collection[str] | None = None,
+    texts: Mapping[str, str] | None = None,
+    spellings: Mapping[str, str] | None = None,
 ) -> list[inspect.Parameter]:
     """Return a parameter for every engine option but the model, which is an argument.
 
-    ``texts`` are help texts where an option means something narrower in a command.
+    ``texts`` are help texts where an option means something narrower in a command; ``spellings``
+    are second names of flags.
     """
     names = OPTION_FIELDS.keys() if only is None else only
     types = get_type_hints(EngineOptions) | _ENGINE_TYPES
     hidden = {"model"} | OPTION_FIELDS.keys() - names
-    return _parameters(OPTION_FIELDS, types, hidden, texts or {})
+    return _parameters(OPTION_FIELDS, types, hidden, texts or {}, spellings or {})
 
 
 def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -115,20 +122,30 @@ def _parameters(
     types: Mapping[str, Any],
     hidden: Collection[str],
     texts: Mapping[str, str] = MappingProxyType({}),
+    spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> list[inspect.Parameter]:
     return [
-        _parameter(name, field, types[name], texts.get(name, field.metadata["help"]))
+        _parameter(
+            name,
+            field,
+            types[name],
+            texts.get(name, field.metadata["help"]),
+            [spellings[name]] if name in spellings else [],
+        )
         for name, field in fields.items()
         if name not in hidden
     ]
 
 
-def _parameter(name: str, field: Field[Any], type_: Any, text: str) -> inspect.Parameter:
+def _parameter(
+    name: str, field: Field[Any], type_: Any, text: str, also: Sequence[str]
+) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     is_list = get_origin(type_) is list
     option = typer.Option(
         [] if is_list else field.default,
         f"{flag}/--no-{flag[2:]}" if type_ is bool else flag,
+        *also,
         help=text + (_REPEAT if is_list and flag not in LIST_FLAGS else ""),
         metavar=_METAVARS.get(name) or _choices(type_),
         show_default=not is_list and field.default is not None,

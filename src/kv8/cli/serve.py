@@ -6,14 +6,24 @@ from typing import Any
 
 import typer
 
-from kv8.cli.options_view import ModelArgument, engine_flags, server_flags, with_flags
+from kv8.cli.options_view import (
+    VLLM_SPELLINGS,
+    ModelArgument,
+    engine_flags,
+    server_flags,
+    with_flags,
+)
 from kv8.cli.output import note, start_logging, verbosity_flags
 from kv8.errors import RequestError
 
 _KEY_VARIABLE = "KV8_API_KEY"
 
 
-@with_flags(settings=server_flags(), engine=engine_flags(), output=verbosity_flags())
+@with_flags(
+    settings=server_flags(),
+    engine=engine_flags(spellings=VLLM_SPELLINGS),
+    output=verbosity_flags(),
+)
 def serve(
     model: ModelArgument,
     *,

@@ -18,6 +18,7 @@ from kv8.engine.engine import Engine
 from kv8.engine.failures import explain_failure
 from kv8.engine.prompts import TokenizedPrompt
 from kv8.engine.resolve import ResolvedConfig
+from kv8.errors import EngineError
 from kv8.sampling_params import SamplingParams
 from kv8.server.admission import Admission
 from kv8.server.mailbox import Mailbox
@@ -78,7 +79,7 @@ class EngineThread:
         """Wait until the engine is ready.
 
         Raises:
-            BaseException: whatever kept it from loading.
+            Exception: whatever kept it from loading.
         """
         assert self._loaded is not None, "start comes first"
         await asyncio.shield(self._loaded)
@@ -194,9 +195,13 @@ class EngineThread:
         """Load and serve; the thread's whole life."""
         try:
             engine = self._make_engine()
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits in `loaded`
+        except Exception as error:  # noqa: BLE001 - told to whoever waits in `loaded`
             failure = error
             self._post(lambda: self._not_loaded(failure))
+            return
+        except BaseException as error:  # noqa: BLE001 - as bad, but not to be raised elsewhere
+            ended = EngineError(explain_failure(error))
+            self._post(lambda: self._not_loaded(ended))
             return
         self._post(lambda: self._ready(engine.config))
         try:
@@ -217,7 +222,7 @@ class EngineThread:
         assert self._loaded is not None
         self._loaded.set_result(None)
 
-    def _not_loaded(self, error: BaseException) -> None:
+    def _not_loaded(self, error: Exception) -> None:
         self.state, self.failure = EngineState.FAILED, str(error)
         assert self._loaded is not None
         self._loaded.set_exception(error)

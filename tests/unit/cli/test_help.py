@@ -17,6 +17,7 @@ BENCHES = ("latency", "throughput", "kernels", "startup")
 COMMANDS = (
     "generate",
     "chat",
+    "serve",
     "plan",
     "inspect",
     "calibrate",
