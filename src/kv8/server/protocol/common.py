@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kv8.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv8.server.mailbox import Usage
+from kv8.server.protocol.text import require_text
 
 MOST_CHOICES = 128  # as OpenAI has it
 LARGEST_SEED = 2**63 - 1
@@ -24,6 +25,16 @@ class Strict(BaseModel):
     """A shape that takes no other fields, and no text where a number belongs."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Body(Strict):
+    """The outermost shape of a request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, body: Any) -> Any:
+        require_text(body)
+        return body
 
 
 class Refusal:
@@ -51,7 +62,7 @@ class StreamOptions(Strict):
     )
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Body):
     """Fields of chat and text completion alike."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {}

@@ -20,7 +20,7 @@ _TYPES = {
 }
 # Seconds after which a server that is loading may be ready; one that stops may have a successor.
 _RETRY_UNAVAILABLE = "5"
-_LEADING_NAME = re.compile(r"([a-z][a-z_]*)(?=[ :=])")
+_LEADING_PLACE = re.compile(r"(?P<field>[a-z][a-z_]*)(\[\d+\]|\.\w+)*(?=[ :=])")
 
 
 class ErrorContent(BaseModel):
@@ -102,6 +102,6 @@ def _sendable(text: str) -> str:
 
 
 def field_of(message: str, fields: Mapping[str, Any]) -> str | None:
-    """Return the field of ``fields`` that ``message`` begins with, if it does."""
-    found = _LEADING_NAME.match(message)
-    return found[1] if found is not None and found[1] in fields else None
+    """Return the place in one of ``fields`` that ``message`` begins with, if it does."""
+    found = _LEADING_PLACE.match(message)
+    return found[0] if found is not None and found["field"] in fields else None

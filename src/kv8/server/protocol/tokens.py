@@ -4,11 +4,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, model_validator
 
-from kv8.server.protocol.common import Strict, TokenId
+from kv8.server.protocol.common import Body, TokenId
 from kv8.server.protocol.messages import Message
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     """A prompt or a conversation to turn into tokens."""
 
     model: str | None = None
@@ -35,7 +35,7 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
     model: str | None = None

@@ -5,7 +5,7 @@ from typing import Any
 
 from kv8.server.protocol.errors import ApiError, field_of
 
-_MOST = 3  # findings told at once; a wrong type deep inside makes many
+_MOST = 3  # findings told at once
 _LONGEST_VALUE = 60
 
 
@@ -20,45 +20,81 @@ def validation_error(findings: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
     if any(finding["type"] == "json_invalid" for finding in findings):
         reason = findings[0].get("ctx", {}).get("error", "it cannot be read")
         return ApiError(400, f"The body is not JSON: {reason}.", code="invalid_json")
-    told = dict.fromkeys(_sentence(finding, body) for finding in findings)
-    more = f" And {len(told) - _MOST} more." if len(told) > _MOST else ""
-    message = " ".join(list(told)[:_MOST]) + more
+    placed = [(_place(finding, body), finding) for finding in findings]
+    told = list(dict.fromkeys(_sentence(place, finding) for place, finding in _deepest(placed)))
+    message = " ".join(told[:_MOST])
+    if len(told) > _MOST:
+        message += f" And {len(told) - _MOST} more."
     fields = body if isinstance(body, dict) else {}
-    param = spell_place(findings[0]["loc"], body) or field_of(message, fields)
-    return ApiError(400, message, param=param)
+    return ApiError(400, message, param=_deepest(placed)[0][0] or field_of(message, fields))
 
 
-def spell_place(place: Sequence[int | str], body: Any) -> str:
+_Placed = tuple[str, Mapping[str, Any]]
+
+
+def _deepest(placed: Sequence[_Placed]) -> list[_Placed]:
+    """Return what to tell: of findings inside one another the innermost.
+
+    Where a field may be several things, each of them makes a finding; the alternative that got
+    furthest is the one that was meant.
+    """
+    return [
+        (place, finding)
+        for place, finding in placed
+        if not any(_is_inside(other, place) for other, _ in placed)
+    ]
+
+
+def _is_inside(place: str, outer: str) -> bool:
+    return bool(outer) and place.startswith((f"{outer}.", f"{outer}["))
+
+
+def _place(finding: Mapping[str, Any], body: Any) -> str:
+    place = spell_place(finding["loc"], body, missing=finding["type"] == "missing")
+    if finding["type"].startswith("union_tag"):  # it is about the field that says which it is
+        name = str(finding["ctx"]["discriminator"]).strip("'")
+        return f"{place}.{name}" if place else name
+    return place
+
+
+def spell_place(place: Sequence[int | str], body: Any, *, missing: bool = False) -> str:
     """Return a place in a body as people write it: ``messages[0].content``.
 
     Names that pydantic adds, of alternatives in a union, are left out: they are not in the body.
+
+    Args:
+        place: pydantic's, led by where it was looked for.
+        body: what was sent.
+        missing: whether the last step is not in the body, because that is what is wrong.
     """
     source, *steps = place
     if source != "body":
         return ".".join(map(str, steps))
     spelled, here = "", body
     for number, step in enumerate(steps):
-        last = number == len(steps) - 1
-        if isinstance(step, int) and isinstance(here, list):
+        expected = missing and number == len(steps) - 1
+        if isinstance(step, int) and isinstance(here, list) and step < len(here):
             spelled += f"[{step}]"
-            here = here[step] if step < len(here) else None
-        elif isinstance(step, str) and isinstance(here, dict) and (last or step in here):
+            here = here[step]
+        elif isinstance(step, str) and isinstance(here, dict) and (step in here or expected):
             spelled += f".{step}" if spelled else step
             here = here.get(step)
     return spelled
 
 
-def _sentence(finding: Mapping[str, Any], body: Any) -> str:
-    place = spell_place(finding["loc"], body)
+def _sentence(place: str, finding: Mapping[str, Any]) -> str:
     kind, message = finding["type"], str(finding["msg"])
-    if kind == "missing":
+    value = repr(finding.get("input"))
+    if kind in ("missing", "union_tag_not_found"):
         return f"{place or 'The body'} is missing."
     if kind == "extra_forbidden":
         return f"{place} is not known here. Leave it out."
     if kind == "value_error":  # our own, complete sentences
         return message.removeprefix("Value error, ")
-    value = repr(finding.get("input"))
+    if kind == "union_tag_invalid":
+        context = finding["ctx"]
+        message = f"allowed are {context['expected_tags']}"
+        value = repr(context["tag"])
     if len(value) > _LONGEST_VALUE:
         value = value[:_LONGEST_VALUE] + "..."
-    lead = f"{place}: " if place else "The body: "
-    return f"{lead}{message[:1].lower()}{message[1:]}, got {value}."
+    return f"{place or 'The body'}: {message[:1].lower()}{message[1:]}, got {value}."
