@@ -2,6 +2,7 @@
 
 import * as format from "./format.js";
 import { byId, element, fillFacts, setText } from "./dom.js";
+import { isQuantized } from "./layers.js";
 
 export function showHeader(data) {
   setText("model", data.model);
@@ -61,8 +62,8 @@ function path(trace, peak) {
 }
 
 export function showClipped(data) {
-  const sides = data.layers.flatMap((layer) => [layer.k, layer.v]);
-  const quantized = sides.filter((side) => side.scale !== null);
+  const layers = data.layers.filter((layer) => isQuantized(layer) && layer.reads_layer === null);
+  const quantized = layers.flatMap((layer) => [layer.k, layer.v]);
   const sum = (name) => quantized.reduce((total, side) => total + (side[name] ?? 0), 0);
   const stored = sum("stored");
   setText("clipped", stored > 0 ? format.share(sum("saturated") / stored) : format.NONE);

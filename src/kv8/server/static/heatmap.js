@@ -1,9 +1,9 @@
 // The layers × (K, V) map: one cell a side, coloured by the share of values clipped.
 
-import * as format from "./format.js";
-import { element, fillFacts } from "./dom.js";
+import { element } from "./dom.js";
+import { isQuantized, SIDES } from "./layers.js";
+import { describe, showReadout } from "./readout.js";
 
-const SIDES = ["k", "v"];
 // Upper bounds of the colours; 0 has one of its own, and so has everything beyond the last.
 const BOUNDS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1];
 const LEVELS = ["0", "≤ 0.001 %", "≤ 0.01 %", "≤ 0.1 %", "≤ 1 %", "≤ 10 %", "> 10 %"];
@@ -162,63 +162,18 @@ export class HeatMap {
       cell.toggleAttribute("data-shown", here);
       cell.tabIndex = cell === this.#cell(this.#current()) ? 0 : -1;
     }
-    const title = element("h3", {}, `Layer ${layer.layer} `);
-    title.append(element("span", { class: "side" }, side === "k" ? "K keys" : "V values"));
-    const facts = element("dl", { class: "facts" });
-    fillFacts(facts, details(layer, side));
-    this.#readout.replaceChildren(title, facts);
-    for (const found of this.#misfits.get(`${layer.layer} ${side}`) ?? []) {
-      this.#readout.append(element("p", { class: "verdict" }, misfitText(found)));
-    }
-    const verdict = this.#readout.querySelector(".verdict");
-    if (verdict) verdict.dataset.verdict = "bad";
+    showReadout(this.#readout, layer, side, this.#misfits.get(`${layer.layer} ${side}`) ?? []);
   }
 }
 
 function level(layer, side) {
   const seen = layer[side];
   if (layer.reads_layer !== null) return "reader";
-  if (seen.scale === null) return "native";
+  if (!isQuantized(layer)) return "native";
   if (!seen.stored) return "empty";
   if (seen.saturated === 0) return "0";
   const found = BOUNDS.findIndex((bound) => seen.saturated_share <= bound);
   return String(found === -1 ? BOUNDS.length + 1 : found + 1);
-}
-
-function details(layer, side) {
-  const seen = layer[side];
-  const facts = [];
-  if (layer.reads_layer !== null) facts.push(["reads", `layer ${layer.reads_layer}`]);
-  if (seen.scale !== null) {
-    facts.push(["scale", format.scale(seen.scale)], ["origin", seen.origin]);
-  } else if (layer.reads_layer === null) {
-    facts.push(["scale", layer.skipped ? `none: skipped by ${layer.skipped_by}` : "none"]);
-  }
-  if (seen.stored !== undefined) {
-    facts.push(
-      ["clipped", amount(seen.saturated, seen.saturated_share)],
-      ["became zero", amount(seen.underflowed, seen.underflowed_share)],
-      ["stored", format.count(seen.stored)],
-    );
-    if (seen.not_a_number > 0) facts.push(["not a number", format.count(seen.not_a_number)]);
-  }
-  facts.push(["format", layer.dtype], ["type", layer.type]);
-  return facts;
-}
-
-function describe(layer, side) {
-  const facts = details(layer, side).map(([name, value]) => `${name} ${value}`);
-  return `Layer ${layer.layer}, ${side === "k" ? "keys" : "values"}: ${facts.join(", ")}`;
-}
-
-function amount(number, share) {
-  return number === 0 ? "0" : `${format.share(share)} (${format.count(number)})`;
-}
-
-function misfitText(found) {
-  return found.kind === "saturated"
-    ? `Clips ${format.share(found.share)}: more than this scale should. Calibrate, or skip the layer.`
-    : `Stores ${format.share(found.share)} as zero: this scale is too large for the values.`;
 }
 
 function legendItem(level, text) {
