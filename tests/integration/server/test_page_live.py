@@ -1,4 +1,4 @@
-"""The page of a real server at work; ``--update-golden`` takes the picture for the documentation."""
+"""The page of a real server at work; ``--update-golden`` takes the picture in the docs."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
