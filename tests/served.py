@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ class Served:
         self._listener.open()
         self.url = self._listener.url
         self.said: list[str] = []
+        self._clients: list[httpx.Client] = []
         self._begun = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self.finished: bool | None = None
@@ -85,8 +86,10 @@ class Served:
             await self._life.join()
 
     def client(self, **more: Any) -> httpx.Client:
-        """Return an HTTP client of this server."""
-        return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False, **more)
+        """Return an HTTP client of this server, closed when the server has ended."""
+        client = httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False, **more)
+        self._clients.append(client)
+        return client
 
     def openai(self, **more: Any) -> OpenAI:
         """Return the official client, which does not try again by itself."""
@@ -131,12 +134,15 @@ class Served:
 
     def stop(self) -> None:
         """Send the first signal's equivalent, or the second's."""
-        self.loop.call_soon_threadsafe(self._life.stop)
+        with suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self._life.stop)
 
     def join(self) -> None:
         """Wait until the server has ended."""
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the server does not end"
+        for client in self._clients:
+            client.close()
 
 
 @contextmanager

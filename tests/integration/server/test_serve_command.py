@@ -88,7 +88,7 @@ FAILURES = {
     "little memory": ("kv_cache_memory", ["--kv-cache-memory", "100B"]),
     "much memory": ("memory are free", ["--kv-cache-memory", "100TiB"]),
     "port": ("port", ["--port", "70000"]),
-    "host": ("host", ["--host", "256.1.1.1"]),
+    "no host": ("host is empty", ["--host", ""]),
     "foreign host": ("--host", ["--host", "192.0.2.1"]),
     "template": ("chat_template", ["--chat-template", "/nowhere.jinja"]),
     "body size": ("max_body_size", ["--max-body-size", "many"]),

@@ -51,7 +51,7 @@ def start(server, **fields) -> socket.socket:
     body = httpx.Request("POST", server.url, json=LONG | fields).content
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     raw.sendall(head.encode() + body)
     return raw
