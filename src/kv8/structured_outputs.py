@@ -10,7 +10,7 @@ from typing import Any
 
 from kv8.errors import RequestError
 
-_FORMS = ("json", "json_object", "regex", "choice", "grammar")
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class StructuredOutputsParams:
             grammar itself makes sense is decided where it is compiled.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
+    json: str | Mapping[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
@@ -38,9 +38,10 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object must be True or False, got {self.json_object!r:.80}.")
-        given = [form for form in _FORMS if getattr(self, form) not in (None, False)]
-        if self.json is False:  # a schema too: the one that nothing satisfies
-            given.append("json")
+        values = {form: getattr(self, form) for form in _FORMS} | {
+            "json_object": self.json_object or None
+        }
+        given = [form for form, value in values.items() if value is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise RequestError(
@@ -58,7 +59,7 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: Any) -> str:
-    if isinstance(schema, Mapping | bool):
+    if isinstance(schema, Mapping):
         try:
             schema = json_module.dumps(schema, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:

@@ -46,10 +46,10 @@ def call_grammar(
         stripped = marker.rstrip()
         opening = f"opening[lazy]: TEXT {json.dumps(stripped, ensure_ascii=False)}"
         rest_literal = f"{_literal(marker[len(stripped) :], added_tokens)} {rest_literal}"
-    turns = "calls?" if not parallel else "calls*"
     return "\n".join(
         [
-            f"start: {turns} TEXT",
+            # Text after the only call could hold another one.
+            "start: calls* TEXT" if parallel else "start: calls | TEXT",
             f"calls: opening {rest_literal} call {more} {end}",
             opening,
             "TEXT: /(.|\\n)*/",

@@ -47,7 +47,7 @@ ResponseFormat = Annotated[
 class StructuredOutputs(Strict):
     """The form of an answer, exactly one; see `kv8.structured_outputs`."""
 
-    json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
