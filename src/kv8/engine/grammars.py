@@ -114,7 +114,8 @@ def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
     except ValueError as error:
         failure = str(error)
     if failure:
-        raise RequestError(f"{_name(form)} cannot be followed: {failure.strip()}")
+        reason = " ".join(failure.split()).rstrip(".")  # some draw an arrow under the place
+        raise RequestError(f"{_name(form)} cannot be followed: {reason}.")
     return matcher
 
 
