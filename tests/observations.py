@@ -18,8 +18,9 @@ DEFAULT = Scale((1.0,), Origin(OriginKind.DEFAULT))
 STORED = 1_000_000
 
 
-def layer(number: int, *, k: int = 0, v: int = 0, stored: int = STORED, **more: Any) -> LayerReport:
-    """Return a quantized layer of which ``k`` and ``v`` of ``stored`` values were clipped."""
+def layer(number: int, *, clipped: tuple[int, int] = (0, 0), **more: Any) -> LayerReport:
+    """Return a quantized layer; of a million keys and a million values, so many were clipped."""
+    clipped_keys, clipped_values = clipped
     values: dict[str, Any] = {
         "type": "full_attention",
         "dtype": "fp8_e4m3",
@@ -28,8 +29,8 @@ def layer(number: int, *, k: int = 0, v: int = 0, stored: int = STORED, **more: 
         "bytes_per_token": 384,
         "k": Scale((0.0625,), Origin(OriginKind.CHECKPOINT, f"layers.{number}.k_scale")),
         "v": DEFAULT,
-        "k_counts": StoreCounts(stored, k, 7, 0),
-        "v_counts": StoreCounts(stored, v, 0, 0),
+        "k_counts": StoreCounts(STORED, clipped_keys, 7, 0),
+        "v_counts": StoreCounts(STORED, clipped_values, 0, 0),
     }
     return LayerReport(layer=number, **(values | more))
 

@@ -22,7 +22,7 @@ CLIPPED = [0, 3, 40, 400, 4_000, 40_000, 400_000]  # of a million: one for every
 
 
 def layers(number: int) -> list[Any]:
-    made = [layer(i, k=CLIPPED[i % 7], v=CLIPPED[(i // 7) % 7]) for i in range(number)]
+    made = [layer(i, clipped=(CLIPPED[i % 7], CLIPPED[i // 7 % 7])) for i in range(number)]
     made[-1] = native_layer(number - 1, skipped_by="last:1")
     return made
 
@@ -194,7 +194,9 @@ def test_and_under_the_keyboard(page, stage) -> None:
 
 
 def test_misfits_are_named_and_outlined(page, stage) -> None:
-    stage.body = document(observation([layer(0, k=20_000), layer(1), layer(2, v=5)]))
+    stage.body = document(
+        observation([layer(0, clipped=(20_000, 0)), layer(1), layer(2, clipped=(0, 5))])
+    )
     page.wait_for_selector("#map [data-misfit]")
     assert page.locator("#map [data-misfit]").count() == 1
     assert text(page, "#verdict") == "1 of 6 clip more than their scale should."

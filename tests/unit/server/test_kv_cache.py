@@ -10,7 +10,7 @@ from kv8.server.kv_cache import document
 
 
 def test_it_is_strict_json_with_the_report_in_it() -> None:
-    seen = observation([layer(0, k=250), native_layer(1, skipped_by="1")])
+    seen = observation([layer(0, clipped=(250, 0)), native_layer(1, skipped_by="1")])
     found = json.loads(json.dumps(document(seen), allow_nan=False))
     assert found.items() >= json.loads(json.dumps(seen.engine.report.as_json())).items()
     assert found["model"] == "smollm2"
@@ -29,8 +29,8 @@ def test_it_is_strict_json_with_the_report_in_it() -> None:
 def test_misfits_are_what_the_engine_warns_of() -> None:
     # v has the default scale, which should clip less than one value in 100,000; k a calibrated one.
     layers = [
-        layer(0, k=9_999, v=9),
-        layer(1, k=10_000, v=10),
+        layer(0, clipped=(9_999, 9)),
+        layer(1, clipped=(10_000, 10)),
         layer(2, v_counts=StoreCounts(1000, 0, 500, 0)),
         native_layer(3),
     ]

@@ -20,7 +20,7 @@ from kv8.server.metric_families import ObservationCollector
 from kv8.server.observation import Observation
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-LAYERS = [layer(0, k=250, v=3), native_layer(1, skipped_by="1")]
+LAYERS = [layer(0, clipped=(250, 3)), native_layer(1, skipped_by="1")]
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
