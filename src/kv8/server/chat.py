@@ -55,7 +55,7 @@ async def _answer(state: ServerState, body: ChatCompletionRequest) -> Response |
         body,
         max_tokens=body.most_tokens,
         logprobs=body.num_logprobs,
-        **(structured.sampling_options(body) | use.sampling_options),
+        **structured.sampling_options(body) | {**use.sampling_options},
     )
     messages = tools.template_messages(body.messages)
 

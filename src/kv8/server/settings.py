@@ -38,7 +38,9 @@ class ServerSettings:
         "the machine cannot see.",
     )
     served_model_name: Sequence[str] = _setting(
-        (), "What clients call the model; answers carry the first. Default: the model as given."
+        (),
+        "What clients may call the model; the first is what /v1/models lists first, and what "
+        "answers carry if the client names none. Default: the model as given.",
     )
     max_queued: int = _setting(
         256,

@@ -37,7 +37,7 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """The name answers carry: the first served name."""
+        """The first served name: what answers carry if the client names none."""
         return self.model_names[0]
 
     @property

@@ -24,7 +24,6 @@ def guarded(tiny_model):
         None,
         "",
         "Bearer",
-        "Bearer ",
         "Bearer wrong",
         "Bearer first-key2",
         "Bearer first-ke",

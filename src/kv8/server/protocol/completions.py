@@ -49,7 +49,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         first = self.prompt[0]
-        return [self.prompt] if isinstance(first, int) else self.prompt  # type: ignore[list-item, return-value]
+        return [self.prompt] if isinstance(first, int) else self.prompt  # type: ignore[return-value]
 
 
 class CompletionLogprobs(BaseModel):
