@@ -20,7 +20,10 @@ def router(observer: Observer) -> APIRouter:
     )
     async def metrics(request: Request) -> Response:
         """Answer with all metrics, in the format the client accepts."""
-        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        except ValueError:  # a version that is none
+            encode, media_type = choose_encoder("")
         # A registry of its own: nothing here outlives the answer, and two servers share nothing.
         registry = CollectorRegistry()
         registry.register(ObservationCollector(await observer.look()))

@@ -157,7 +157,7 @@ def test_after_a_failure_the_last_that_was_seen_is_told(tiny_model) -> None:
         complete(server)
         before = kv_cache(server)
         server.on_engine(lambda engine: setattr(engine, "step", fail))
-        assert server.client().post("/v1/completions", json=WORK).status_code == 500
+        assert server.client().post("/v1/completions", json=WORK).status_code == 503
         seen, found = kv_cache(server), metrics(server)
     assert seen["state"] == "failed"
     assert "out of luck" in seen["failure"]

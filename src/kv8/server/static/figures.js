@@ -21,6 +21,7 @@ export function showUse({ use }) {
   const { used, cached, free } = use.blocks;
   const total = used + cached + free;
   setText("usage", format.share(use.usage));
+  setText("blocks", `of ${format.count(total)} blocks`);
   for (const name of ["used", "cached", "free"]) setText(name, format.count(use.blocks[name]));
   const bar = byId("bar");
   for (const name of ["used", "cached"]) {
@@ -67,6 +68,7 @@ export function showClipped(data) {
   const sum = (name) => quantized.reduce((total, side) => total + (side[name] ?? 0), 0);
   const stored = sum("stored");
   setText("clipped", stored > 0 ? format.share(sum("saturated") / stored) : format.NONE);
+  setText("clipped-of", stored > 0 ? `of ${format.large(stored)} values` : "");
   const verdict = byId("verdict");
   const [kind, text] = judge(data, quantized.length, stored);
   verdict.dataset.verdict = kind;
@@ -79,9 +81,10 @@ function judge(data, quantized, stored) {
   if (stored === 0) return ["none", "Nothing is stored yet."];
   const clips = data.misfits.filter((found) => found.kind === "saturated").length;
   const lost = data.misfits.length - clips;
-  if (clips > 0) return ["bad", `${clips} of ${quantized} clip more than their scale should.`];
-  if (lost > 0) return ["bad", `${lost} of ${quantized} store most values as zero.`];
-  return ["good", `All ${quantized} sides are within what their scale should clip.`];
+  const all = `${quantized} K and V caches`;
+  if (clips > 0) return ["bad", `${clips} of ${all} clip more than their scale should.`];
+  if (lost > 0) return ["bad", `${lost} of ${all} store most values as zero.`];
+  return ["good", `None of ${all} clips more than its scale should.`];
 }
 
 export function showWork(data, rates) {

@@ -1,12 +1,21 @@
 // Numbers as people read them.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en", {
+  notation: "compact",
+  compactDisplay: "long",
+  maximumSignificantDigits: 3,
+});
 const plain = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
 export const NONE = "–";
 
 export function count(number) {
   return whole.format(number);
+}
+
+export function large(number) {
+  return short.format(number);
 }
 
 // A share from 0 to 1 in percent, with two digits; 0 only for none at all.

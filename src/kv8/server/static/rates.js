@@ -15,7 +15,8 @@ export class Rates {
       next: data.latency.inter_token,
     };
     const last = this.#samples.at(-1);
-    if (last && (sample.at <= last.at || sample.generated < last.generated)) this.#samples = [];
+    if (last && sample.at === last.at) return;
+    if (last && (sample.at < last.at || sample.generated < last.generated)) this.#samples = [];
     this.#samples.push(sample);
     while (sample.at - this.#samples[0].at > WINDOW) this.#samples.shift();
   }
