@@ -2,11 +2,14 @@
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from kv8.server.metric_families import ObservationCollector
 from kv8.server.observation import Observer
+
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_OPENMETRICS = "application/openmetrics-text"
 
 
 def router(observer: Observer) -> APIRouter:
@@ -16,18 +19,22 @@ def router(observer: Observer) -> APIRouter:
     @routes.get(
         "/metrics",
         response_class=PlainTextResponse,
-        responses={200: {"content": {"application/openmetrics-text": {}}}},
+        responses={200: {"content": {_OPENMETRICS: {}}}},
     )
     async def metrics(request: Request) -> Response:
         """Answer with all metrics, in the format the client accepts."""
-        try:
-            encode, media_type = choose_encoder(request.headers.get("accept", ""))
-        except ValueError:  # a version that is none
-            encode, media_type = choose_encoder("")
         # A registry of its own: nothing here outlives the answer, and two servers share nothing.
         registry = CollectorRegistry()
         registry.register(ObservationCollector(await observer.look()))
         ProcessCollector(registry=registry)
-        return Response(encode(registry), media_type=media_type)
+        if _accepts_openmetrics(request.headers.get("accept", "")):
+            text = openmetrics.generate_latest(registry)
+            return Response(text, media_type=openmetrics.CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=_TEXT)
 
     return routes
+
+
+def _accepts_openmetrics(accept: str) -> bool:
+    # The client library's own negotiation raises at versions that are none.
+    return any(entry.split(";")[0].strip() == _OPENMETRICS for entry in accept.split(","))
