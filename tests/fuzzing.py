@@ -26,7 +26,7 @@ def fuzz(served: Served, *words: object) -> "subprocess.CompletedProcess[str]":
     command = [
         "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color",
         "--exclude-checks", LEFT_OUT, "--request-timeout", str(REQUEST_SECONDS),
-        "--generation-database", "none", "--suppress-health-check", "all", *map(str, words),
+        "--suppress-health-check", "all", *map(str, words),
     ]  # fmt: skip
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
 
@@ -43,7 +43,7 @@ def main() -> int:
         with serving(folder, max_model_len=256) as served:
             run = fuzz(
                 served, "--max-time", args.seconds, "--seed", args.seed, "--workers", 4,
-                "--max-examples", 1_000_000, "--continue-on-failure",
+                "--max-examples", 1_000_000, "--continue-on-failure", "--generation-database", "none",
             )  # fmt: skip
             print(run.stdout, run.stderr, sep="\n")
             served.until(lambda: served.state.engine.is_idle)

@@ -8,6 +8,8 @@ from kv8.engine.grammars import JSON_OPTIONS
 from kv8.server.protocol.tools import FunctionDefinition
 from kv8.server.tool_format import ToolFormat
 
+# Calls stand in a line, with a blank after a comma or colon at most.
+_ARGUMENT_OPTIONS = JSON_OPTIONS | {"whitespace_pattern": " "}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -62,7 +64,7 @@ def _call_rule(number: int, tool: FunctionDefinition, style: ToolFormat) -> str:
     """Return the rule of one tool's call, which is written as the template writes it."""
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
     # Each schema is a %json of its own, so that its references to itself go on to work.
-    bounded = {**schema, "x-guidance": JSON_OPTIONS}
+    bounded = {**schema, "x-guidance": _ARGUMENT_OPTIONS}
     head = f"{{{json.dumps(style.name_key)}: {json.dumps(tool.name)}, "
     head += f"{json.dumps(style.arguments_key)}: "
     return f'call_{number}: {json.dumps(head)} %json {json.dumps(bounded)} "}}"'

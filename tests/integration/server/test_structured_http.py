@@ -29,7 +29,8 @@ def served(tiny_model: TinyModel) -> Iterator[Served]:
 
 def chat(served: Served, **fields: Any) -> Any:
     fields = {"messages": MESSAGES, "temperature": 0.0, "max_completion_tokens": 300} | fields
-    return served.openai().chat.completions.create(model="", **fields)
+    model = served.state.model_name
+    return served.openai().chat.completions.create(model=model, **fields)
 
 
 def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def test_text_is_no_form(served: Served) -> None:
 def test_vllms_own_field(served: Served, form: dict[str, Any], texts: set[str]) -> None:
     extra = {"structured_outputs": form}
     answer = served.openai().completions.create(
-        model="", prompt="The answer is ", n=3, seed=2, extra_body=extra
+        model=served.state.model_name, prompt="The answer is ", n=3, seed=2, extra_body=extra
     )
     assert {choice.text for choice in answer.choices} <= texts
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}

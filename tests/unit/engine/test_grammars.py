@@ -122,8 +122,11 @@ def test_any_json_object() -> None:
 
 def test_blanks_in_json_come_to_an_end() -> None:
     mask = grammars().open(form(json_object=True))
-    assert " " in texts(mask.allowed(tokens("{" + 39 * " ")))
-    assert not texts(mask.allowed(tokens("{" + 40 * " "))) & {" ", "\n", "\t"}
+    assert {" ", "\n", '"'} <= texts(mask.allowed(tokens("{")))
+    assert not texts(mask.allowed(tokens("{ "))) & {" ", "\n", "\t"}
+    mask = grammars().open(form(json_object=True))
+    assert {" ", "\t", '"'} <= texts(mask.allowed(tokens("{\n" + 31 * " ")))
+    assert not texts(mask.allowed(tokens("{\n" + 32 * " "))) & {" ", "\n", "\t"}
 
 
 def test_a_grammar_in_lark() -> None:
