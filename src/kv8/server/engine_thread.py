@@ -174,9 +174,12 @@ class EngineThread:
                 call.set_exception(EngineUnavailableError(reason))
 
     async def stop(self, *, timeout: float) -> bool:
-        """End the thread; return whether it has ended: while it loads, nothing can stop it."""
+        """End the thread after the step it is in; return whether it has ended.
+
+        While it loads, nothing ends it, and nothing waits for it.
+        """
         self._worker.stop()
-        with contextlib.suppress(RuntimeError):  # it was never started
+        if self._loaded is not None and self._loaded.done():
             await asyncio.to_thread(self._thread.join, timeout)
         return not self._thread.is_alive()
 

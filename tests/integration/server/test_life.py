@@ -46,6 +46,13 @@ def test_while_it_loads_it_says_so(slow_start) -> None:
     server.until(lambda: "ready" in server.said)
 
 
+def test_a_server_that_loads_can_be_stopped(slow_start) -> None:
+    server, _ = slow_start
+    server.stop()
+    server.join()
+    assert server.finished is True
+
+
 def test_a_start_that_fails_late_is_told_and_ends_the_server(tiny_model) -> None:
     def make_engine(options):
         raise ModelError("The weights are not what they were.")

@@ -1,12 +1,15 @@
 """``kv8 serve`` as users run it: a process, its port, its signals, its exit code."""
 
+import shutil
 import signal
 import socket
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.command_line import kv8
 from tests.server_process import server_process
+from torch import tensor
 
 LONG = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 MEMORY = ("--port", 0, "--kv-cache-memory", "2MiB")
@@ -117,9 +120,6 @@ def test_a_start_that_must_fail_fails_before_the_port_opens(tiny_model, kind, mo
 
 
 def test_a_bad_scale_fails_before_the_port_opens(tiny_model, tmp_path) -> None:
-    from safetensors.torch import save_file
-    from torch import tensor
-
     scales = {
         f"model.layers.{layer}.self_attn.{side}_scale": tensor([0.1 if layer else 0.0])
         for layer in range(4)
@@ -131,6 +131,33 @@ def test_a_bad_scale_fails_before_the_port_opens(tiny_model, tmp_path) -> None:
     assert result.code == 2
     assert "layer 0" in result.err
     assert "listening" not in result.err
+
+
+def test_a_layer_no_backend_can_serve_fails_before_the_port_opens(tiny_model, monkeypatch) -> None:
+    """Pitfall 56: what the attention kernels cannot do is found before anybody is let in."""
+    from kv8.attention.reference import ReferenceBackend
+
+    def refuses(self, layer):
+        return "no sinks in this format" if layer.geometry.layer == 2 else None
+
+    monkeypatch.setattr(ReferenceBackend, "refuses", refuses)
+    words = ["--kv-cache-dtype", "fp8", "--attention-backend", "reference"]
+    result = kv8("serve", tiny_model("gpt_oss"), "--port", "0", *words)
+    assert result.code == 2
+    assert "layer 2: no sinks in this format" in result.err
+    assert "listening" not in result.err
+
+
+def test_damaged_weights_end_the_server_with_one_line(tiny_model, tmp_path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_model(), folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with server_process(folder, *MEMORY) as server:
+        assert server.wait() == 2
+    assert "model.layers.2.mlp.up_proj.weight" in server.lines[-1]
+    assert [line for line in server.lines if "error" in line] == server.lines[-1:]
 
 
 def test_a_taken_port_is_told(tiny_model) -> None:
