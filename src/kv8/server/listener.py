@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from ipaddress import ip_address
 
 from kv8.errors import RequestError
 
@@ -46,6 +47,11 @@ class Listener:
     def close(self) -> None:
         """Give the port back."""
         self.socket.close()
+
+    @property
+    def reaches_others(self) -> bool:
+        """Whether programs on other machines can connect."""
+        return not ip_address(self.socket.getsockname()[0]).is_loopback
 
     @property
     def url(self) -> str:

@@ -1,6 +1,7 @@
 """Starts a server and stays until it ends."""
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from kv8.server.preflight import Plan, preflight
 from kv8.server.settings import ServerSettings
 from kv8.server.state import ServerState
 from kv8.server.texts import Texts
+
+logger = logging.getLogger(__name__)
 
 _CUT_OFF = 1  # requests that had been accepted were not finished
 
@@ -40,6 +43,12 @@ def serve(options: EngineOptions, settings: ServerSettings, *, say: Callable[[st
     except BaseException:
         listener.close()
         raise
+    if listener.reaches_others and not settings.api_key:
+        logger.warning(
+            "The server listens on %s without an API key: whoever reaches it is served. Give an "
+            "--api-key, or listen on 127.0.0.1.",
+            settings.host,
+        )
     say(f"listening on {listener.url}, loading {options.model}")
     return asyncio.run(_run(options, settings, plan, listener, say))
 
