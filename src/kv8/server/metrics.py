@@ -28,7 +28,7 @@ def router(observer: Observer) -> APIRouter:
         registry.register(ObservationCollector(await observer.look()))
         ProcessCollector(registry=registry)
         if _accepts_openmetrics(request.headers.get("accept", "")):
-            text = openmetrics.generate_latest(registry)
+            text = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
             return Response(text, media_type=openmetrics.CONTENT_TYPE_LATEST)
         return Response(generate_latest(registry), media_type=_TEXT)
 

@@ -9,6 +9,7 @@ from tests.browsers import chromium
 from tests.server_process import server_process
 
 PICTURE = Path(__file__).resolve().parents[3] / "docs" / "images" / "page.png"
+PREFACE = "Below is the beginning of a text. Go on with it in the same language and manner. "
 PROMPTS = (
     "London is the capital of",
     "The three laws of thermodynamics are",
@@ -20,9 +21,9 @@ PROMPTS = (
 @pytest.mark.model
 def test_the_page_of_a_server_at_work(update_golden, tmp_path) -> None:
     words = ("smollm2", "--kv-cache-dtype", "fp8", "--calculate-kv-scales", "--port", "0")
-    with chromium() as browser, server_process(*words, "--kv-cache-memory", "16MiB") as server:
+    with chromium() as browser, server_process(*words, "--kv-cache-memory", "64MiB") as server:
         server.until_said("ready")
-        page = browser.new_page(viewport={"width": 1200, "height": 1000}, device_scale_factor=1.5)
+        page = browser.new_page(viewport={"width": 1200, "height": 900}, device_scale_factor=1.25)
         page.goto(server.url)
         page.wait_for_selector("#empty:not([hidden])")
         enough = threading.Event()
@@ -30,7 +31,7 @@ def test_the_page_of_a_server_at_work(update_golden, tmp_path) -> None:
         def ask(number: int) -> None:
             with server.client() as client:
                 while not enough.is_set():
-                    prompt = f"Number {number}. {PROMPTS[number % len(PROMPTS)]}"
+                    prompt = f"{PREFACE}Number {number}. {PROMPTS[number % len(PROMPTS)]}"
                     body = {"prompt": prompt, "max_tokens": 64, "temperature": 0.8}
                     client.post("/v1/completions", json=body).raise_for_status()
 
