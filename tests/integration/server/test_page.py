@@ -159,7 +159,7 @@ def test_every_share_has_its_colour(page) -> None:
         cells.nth(i).evaluate("cell => getComputedStyle(cell).backgroundColor") for i in range(7)
     }
     assert len(colours) == 7
-    assert page.locator("#legend li").count() == 9
+    assert page.locator("#legend li:visible").count() == 9
 
 
 def test_a_cell_says_its_scale_and_origin_under_the_pointer(page) -> None:
@@ -201,9 +201,8 @@ def test_misfits_are_named_and_outlined(page, stage) -> None:
     stage.body = document(
         observation([layer(0, clipped=(20_000, 0)), layer(1), layer(2, clipped=(0, 5))])
     )
-    page.wait_for_selector("#map [data-misfit]")
+    until(page, "#verdict", "1 of 6 K and V caches clip more than their scale should.")
     assert page.locator("#map [data-misfit]").count() == 1
-    assert text(page, "#verdict") == "1 of 6 K and V caches clip more than their scale should."
     page.hover("#map [data-misfit]")
     assert "more than this scale should" in text(page, "#readout")
 
@@ -212,6 +211,8 @@ def test_scales_by_head_and_layers_that_read_others(page, stage) -> None:
     per_head = Scale((0.5, 0.25, 0.125), Origin(OriginKind.FILE, "scales.safetensors"))
     stage.body = document(observation([replace(layer(0), k=per_head), layer(1, reads_layer=0)]))
     page.wait_for_selector("#map [data-level=reader]")
+    assert page.locator("#legend li", has_text="reads another layer's").is_visible()
+    assert page.locator("#legend li", has_text="nothing stored").is_hidden()
     page.hover("#map [data-index='0'][data-side=k]")
     assert "scale 0.125 to 0.5 (3 heads)" in text(page, "#readout")
     assert "origin scales file: scales.safetensors" in text(page, "#readout")

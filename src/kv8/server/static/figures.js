@@ -68,7 +68,7 @@ export function showClipped(data) {
   const sum = (name) => quantized.reduce((total, side) => total + (side[name] ?? 0), 0);
   const stored = sum("stored");
   setText("clipped", stored > 0 ? format.share(sum("saturated") / stored) : format.NONE);
-  setText("clipped-of", stored > 0 ? `of ${format.large(stored)} values` : "");
+  setText("clipped-of", stored > 0 ? `${format.large(stored)} values stored` : "");
   const verdict = byId("verdict");
   const [kind, text] = judge(data, quantized.length, stored);
   verdict.dataset.verdict = kind;

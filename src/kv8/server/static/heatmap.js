@@ -7,11 +7,19 @@ import { describe, showReadout } from "./readout.js";
 // Upper bounds of the colours; 0 has one of its own, and so has everything beyond the last.
 const BOUNDS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1];
 const LEVELS = ["0", "≤ 0.001 %", "≤ 0.01 %", "≤ 0.1 %", "≤ 1 %", "≤ 10 %", "> 10 %"];
+// Explained only where there are any.
+const RARE = [
+  ["misfit", "more than its scale should clip"],
+  ["native", "not quantized"],
+  ["reader", "reads another layer's"],
+  ["empty", "nothing stored"],
+];
 const CELL = 30; // least pixels a column needs
 
 export class HeatMap {
   #root;
   #readout;
+  #rare;
   #cells = [];
   #layers = [];
   #misfits = new Map();
@@ -23,8 +31,8 @@ export class HeatMap {
     this.#root = root;
     this.#readout = readout;
     LEVELS.forEach((text, level) => legend.append(legendItem(String(level), text)));
-    legend.append(legendItem("misfit", "more than its scale should clip"));
-    legend.append(legendItem("native", "not quantized"));
+    this.#rare = RARE.map(([level, text]) => legendItem(level, text));
+    legend.append(...this.#rare);
     root.addEventListener("keydown", (event) => this.#move(event));
     root.addEventListener("focusin", (event) => this.#choose(event.target));
     root.addEventListener("click", (event) => this.#choose(event.target));
@@ -99,6 +107,11 @@ export class HeatMap {
         cell.setAttribute("aria-label", describe(layer, side));
       }
     });
+    for (const item of this.#rare) {
+      const { level } = item.firstChild.dataset;
+      const found = level === "misfit" ? "[data-misfit]" : `[data-level="${level}"]`;
+      item.hidden = this.#root.querySelector(found) === null;
+    }
     this.#show();
   }
 

@@ -23,7 +23,7 @@ async function ask() {
     const answer = await request();
     if (answer.status === 401) lock();
     else if (answer.ok) show(await answer.json());
-    else notice(`The server answered ${answer.status}: ${await reason(answer)}`);
+    else notice(`The server answered ${answer.status}: ${await reason(answer)}`, "bad");
   } catch (error) {
     unreachable(error);
   } finally {
@@ -55,7 +55,7 @@ function show(data) {
   figures.showSettings(data);
   figures.showExample(data);
   map.update(data);
-  notice(explain(data));
+  notice(explain(data), data.state === "failed" ? "bad" : "wait");
 }
 
 function explain(data) {
@@ -81,12 +81,13 @@ function unreachable(error) {
   const late = error.name === "TimeoutError";
   const what = late ? "The server has not answered for 20 s." : "The server cannot be reached.";
   const since = answeredAt ? ` The numbers below are of ${answeredAt.toLocaleTimeString()}.` : "";
-  notice(what + since);
+  notice(what + since, "bad");
 }
 
-function notice(text) {
+function notice(text, kind = "wait") {
   setText("notice", text);
   byId("notice").hidden = text === "";
+  byId("notice").dataset.kind = kind;
 }
 
 async function reason(answer) {
