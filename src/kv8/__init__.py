@@ -15,8 +15,17 @@ if TYPE_CHECKING:
     from kv8.llm import LLM
     from kv8.outputs import CompletionOutput, RequestOutput
     from kv8.sampling_params import SamplingParams
+    from kv8.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "calibrate"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+    "calibrate",
+]
 
 wait_briefly()  # before torch is imported
 
@@ -25,6 +34,7 @@ _HOMES = {
     "CompletionOutput": "kv8.outputs",
     "RequestOutput": "kv8.outputs",
     "SamplingParams": "kv8.sampling_params",
+    "StructuredOutputsParams": "kv8.structured_outputs",
     "calibrate": "kv8.calibration.calibrate",
 }
 

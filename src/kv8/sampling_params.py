@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kv8.errors import RequestError
+from kv8.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 
@@ -67,6 +68,9 @@ class SamplingParams:
         False, "Keep the stop string or stop token that ended the output in its text."
     )
     skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
+    structured_outputs: StructuredOutputsParams | None = _param(
+        None, "The form the output must have: a JSON schema, a regular expression, and so on."
+    )
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,7 @@ class SamplingParams:
         self._require(
             self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer"
         )
+        self._check_structured_outputs()
         object.__setattr__(self, "stop_strings", self._stop_strings())
         object.__setattr__(self, "stop_token_ids", self._stop_token_ids())
 
@@ -107,6 +112,16 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    def _check_structured_outputs(self) -> None:
+        form = self.structured_outputs
+        if form is None:
+            return
+        kind = isinstance(form, StructuredOutputsParams)
+        self._require(kind, "structured_outputs", "a StructuredOutputsParams")
+        # An output that is complete ends there; nothing could follow it that keeps the form.
+        self._require(not self.ignore_eos, "ignore_eos", "False with structured_outputs")
+        self._require(self.min_tokens == 0, "min_tokens", "0 with structured_outputs")
 
     def _stop_strings(self) -> tuple[str, ...]:
         strings = [self.stop] if isinstance(self.stop, str) else self._listed("stop")

@@ -12,6 +12,8 @@ BEGIN = "<!-- modules: pytest tests/docs --update-golden -->\n"
 PACKAGES = (
     "cli",
     "bench",
+    "server",
+    "server/protocol",
     "llm.py",
     "calibration",
     "engine",
@@ -25,6 +27,7 @@ PACKAGES = (
     "options.py",
     "sampling_params.py",
     "outputs.py",
+    "structured_outputs.py",
     "formats",
     "units.py",
     "errors.py",

@@ -142,7 +142,7 @@ def test_windows_let_go_of_what_they_passed(tiny_model) -> None:
         if not engine.has_unfinished:
             break
         held = engine.cache.num_blocks - engine.cache.num_free_blocks
-        request = engine._scheduler.running[0]
+        request = engine.scheduler.running[0]
         if request.num_output_tokens > 1:
             assert held <= decode_blocks(engine.config.layout, request.num_tokens)
     whole = sum(-(-299 // group.block_tokens) for group in engine.config.layout.groups)

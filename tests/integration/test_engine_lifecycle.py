@@ -255,7 +255,7 @@ def test_a_failing_detokenizer_ends_only_its_own_request(tiny_model, monkeypatch
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     for number in range(2):
         engine.add_request(str(number), prompt_ids(9, seed=number), params)
-    _, completion = engine._by_sequence[0]
+    _, completion = engine._roster.find(engine.scheduler.waiting[0])
     monkeypatch.setattr(completion._text, "append", lambda token: 1 / 0)
     outputs = finish(engine)
     assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length"]

@@ -22,6 +22,7 @@ from kv8.cli.generate import generate
 from kv8.cli.inspect import inspect
 from kv8.cli.options_view import LIST_FLAGS as ENGINE_LIST_FLAGS
 from kv8.cli.plan import plan
+from kv8.cli.serve import serve
 from kv8.errors import KV8Error
 
 LIST_FLAGS = ENGINE_LIST_FLAGS | BENCH_LIST_FLAGS
@@ -54,7 +55,7 @@ def make_app() -> typer.Typer:
     ) -> None:
         """Run language models with a quantized KV cache that says what it stores and costs."""
 
-    for command in (generate, chat, plan, inspect, calibrate, demo):
+    for command in (generate, chat, serve, plan, inspect, calibrate, demo):
         app.command()(command)
     app.add_typer(make_bench(), name="bench")
     return app

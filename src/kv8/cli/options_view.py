@@ -1,7 +1,7 @@
 """Flags made from dataclass fields: names, defaults and help stand in the dataclass alone."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -12,8 +12,12 @@ import typer
 from kv8.calibration.options import CALIBRATION_FIELDS, CalibrationOptions
 from kv8.options import OPTION_FIELDS, EngineOptions
 from kv8.sampling_params import SAMPLING_FIELDS, SamplingParams
+from kv8.server.settings import SETTING_FIELDS, ServerSettings
 
 ModelArgument = Annotated[str, typer.Argument(help=OPTION_FIELDS["model"].metadata["help"])]
+
+# Flags of `kv8 serve` that vLLM spells in another way; both work.
+VLLM_SPELLINGS = {"kv_cache_memory": "--kv-cache-memory-bytes"}
 
 # Python has more ways to say these than a command line, which has one flag a field.
 _ENGINE_TYPES: dict[str, Any] = {
@@ -21,7 +25,13 @@ _ENGINE_TYPES: dict[str, Any] = {
     "kv_scales": str | None,
     "kv_cache_memory": str | None,
 }
-LIST_FLAGS = frozenset({"--kv-cache-dtype-skip-layers"})
+LIST_FLAGS = frozenset({"--kv-cache-dtype-skip-layers", "--served-model-name"})
+_SERVER_TYPES: dict[str, Any] = {
+    "api_key": list[str],
+    "served_model_name": list[str],
+    "allowed_origins": list[str],
+    "max_body_size": str,
+}
 _SAMPLING_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int]}
 _REPEAT = " Repeat the flag for several."
 _METAVARS = {
@@ -30,28 +40,40 @@ _METAVARS = {
     "kv_cache_memory": "SIZE",
     "tokenizer": "FOLDER",
     "attention_backend": "NAME",
+    "host": "ADDRESS",
+    "api_key": "KEY",
+    "served_model_name": "NAME...",
+    "max_body_size": "SIZE",
+    "allowed_origins": "ORIGIN",
+    "chat_template": "FILE",
+    "drain_timeout": "SECONDS",
     "stop": "TEXT",
     "stop_token_ids": "TOKEN",
 }
 
 
 def engine_flags(
-    *, only: Collection[str] | None = None, texts: Mapping[str, str] | None = None
+    *,
+    only: Collection[str] | None = None,
+    texts: Mapping[str, str] | None = None,
+    spellings: Mapping[str, str] | None = None,
 ) -> list[inspect.Parameter]:
     """Return a parameter for every engine option but the model, which is an argument.
 
-    ``texts`` are help texts where an option means something narrower in a command.
+    ``texts`` are help texts where an option means something narrower in a command; ``spellings``
+    are second names of flags.
     """
     names = OPTION_FIELDS.keys() if only is None else only
     types = get_type_hints(EngineOptions) | _ENGINE_TYPES
     hidden = {"model"} | OPTION_FIELDS.keys() - names
-    return _parameters(OPTION_FIELDS, types, hidden, texts or {})
+    return _parameters(OPTION_FIELDS, types, hidden, texts or {}, spellings or {})
 
 
 def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return a parameter for every sampling parameter that makes sense for one printed text."""
-    # The engine's --seed seeds a command's requests; texts are printed without their candidates.
-    hidden = {"n", "seed", "logprobs", "prompt_logprobs", *without}
+    # The engine's --seed seeds a command's requests; texts are printed without their candidates;
+    # a form is more than a flag can say.
+    hidden = {"n", "seed", "logprobs", "prompt_logprobs", "structured_outputs", *without}
     types = get_type_hints(SamplingParams) | _SAMPLING_TYPES
     return _parameters(SAMPLING_FIELDS, types, hidden)
 
@@ -59,6 +81,11 @@ def sampling_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
 def calibration_flags(*, without: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return a parameter for every option of a calibration."""
     return _parameters(CALIBRATION_FIELDS, get_type_hints(CalibrationOptions), without)
+
+
+def server_flags() -> list[inspect.Parameter]:
+    """Return a parameter for every setting of a server."""
+    return _parameters(SETTING_FIELDS, get_type_hints(ServerSettings) | _SERVER_TYPES, ())
 
 
 def with_flags(
@@ -95,20 +122,30 @@ def _parameters(
     types: Mapping[str, Any],
     hidden: Collection[str],
     texts: Mapping[str, str] = MappingProxyType({}),
+    spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> list[inspect.Parameter]:
     return [
-        _parameter(name, field, types[name], texts.get(name, field.metadata["help"]))
+        _parameter(
+            name,
+            field,
+            types[name],
+            texts.get(name, field.metadata["help"]),
+            [spellings[name]] if name in spellings else [],
+        )
         for name, field in fields.items()
         if name not in hidden
     ]
 
 
-def _parameter(name: str, field: Field[Any], type_: Any, text: str) -> inspect.Parameter:
+def _parameter(
+    name: str, field: Field[Any], type_: Any, text: str, also: Sequence[str]
+) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     is_list = get_origin(type_) is list
     option = typer.Option(
         [] if is_list else field.default,
         f"{flag}/--no-{flag[2:]}" if type_ is bool else flag,
+        *also,
         help=text + (_REPEAT if is_list and flag not in LIST_FLAGS else ""),
         metavar=_METAVARS.get(name) or _choices(type_),
         show_default=not is_list and field.default is not None,

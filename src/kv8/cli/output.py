@@ -16,9 +16,14 @@ _WAITS = ("kv8.models.builtin", "kv8.models.conversion_cache")
 
 
 def output_flags() -> list[inspect.Parameter]:
-    """Return the flags every command has."""
+    """Return the flags every command with a result has."""
+    json = _flag("json", "Print the result as JSON, alone on stdout.", "--json")
+    return [json, *verbosity_flags()]
+
+
+def verbosity_flags() -> list[inspect.Parameter]:
+    """Return the flags of a command that has no result to print."""
     return [
-        _flag("json", "Print the result as JSON, alone on stdout.", "--json"),
         _flag("verbose", "Log every decision and its reason.", "--verbose", "-v"),
         _flag("debug", "Show the trace behind an error.", "--debug"),
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kv8.engine.detokenizer import Detokenizer, TokenDecoder
+from kv8.engine.grammars import Grammars
 from kv8.engine.logprobs import token_logprobs
 from kv8.engine.request import Request
 from kv8.engine.sampler import SampledToken, SamplingState
@@ -22,11 +23,13 @@ class CompletionContext:
         decoder: of the model's tokenizer.
         end_token_ids: the model's end tokens.
         vocab_size: V.
+        grammars: opens the token masks of structured output.
     """
 
     decoder: TokenDecoder
     end_token_ids: Collection[int]
     vocab_size: int
+    grammars: Grammars
 
 
 class Completion:
@@ -47,6 +50,7 @@ class Completion:
         index: int,
         seed: int,
     ) -> None:
+        form = params.structured_outputs
         self.request = request
         self.sampling = SamplingState(
             params,
@@ -55,6 +59,7 @@ class Completion:
             vocab_size=context.vocab_size,
             seed=seed,
             end_token_ids=context.end_token_ids,
+            mask=None if form is None else context.grammars.open(form),
         )
         wants_logprobs = params.logprobs is not None
         self.output = CompletionOutput(

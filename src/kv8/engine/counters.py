@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kv8.attention.layer import LayerCounters
+from kv8.engine.latency import Latencies
+from kv8.engine.request import Request
 from kv8.outputs import FinishReason
 
 
@@ -76,15 +78,38 @@ class CacheCounters:
 
 @dataclass
 class EngineCounters:
-    """What one engine has done since it started."""
+    """What one engine has done since it started.
+
+    Attributes:
+        steps: forward passes.
+        computed_tokens: tokens of those, prompt and output, recomputed ones too.
+        prompt_tokens: prompt tokens of sequences that got their first token.
+        generated_tokens: tokens generated.
+        cached_prompt_tokens: prompt tokens taken from the prefix cache, of sequences that ended.
+        failed_steps: steps that failed.
+        finished: sequences that ended, by reason.
+        latencies: how long they took.
+    """
 
     steps: int = 0
     computed_tokens: int = 0
+    prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_prompt_tokens: int = 0
     failed_steps: int = 0
     finished: dict[FinishReason, int] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=Latencies)
 
-    def count_finished(self, reason: FinishReason) -> None:
-        """Count one request that ended with ``reason``."""
+    def count_token(self, request: Request) -> None:
+        """Count the token that ``request`` has just gained."""
+        self.generated_tokens += 1
+        if request.last_token_at is None:
+            self.prompt_tokens += request.num_prompt_tokens
+        self.latencies.token(request)
+
+    def count_finished(self, request: Request, reason: FinishReason) -> None:
+        """Count one sequence that ended with ``reason``."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
+        self.cached_prompt_tokens += request.num_cached_tokens or 0
+        if reason in ("stop", "length"):
+            self.latencies.completed(request)

@@ -4,7 +4,7 @@ A step: the scheduler picks the work, the batch builder makes tensors of it, the
 logits over the quantized cache, the sampler chooses tokens, each completion takes its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from kv8.engine.counters import EngineCounters
 from kv8.engine.detokenizer import TokenDecoder
 from kv8.engine.end_tokens import find_end_tokens
 from kv8.engine.failures import explain_failure
+from kv8.engine.grammars import Grammars
 from kv8.engine.health import CacheHealth
 from kv8.engine.intake import Intake
 from kv8.engine.measured_scales import ScaleMeasurement, measure_scales
 from kv8.engine.resolve import resolve_options
+from kv8.engine.roster import Roster
 from kv8.engine.runner import Runner, ScaleStatus
 from kv8.engine.sampler import SampledToken, sample
 from kv8.engine.scheduler import ScheduledChunk, Scheduler
@@ -47,6 +49,7 @@ class Engine:
     Attributes:
         config: what the options came to, with reasons.
         tokenizer: the model's.
+        grammars: what structured output is compiled by.
         counters: what has been done so far.
 
     Raises:
@@ -90,36 +93,33 @@ class Engine:
             max_blocks=-(-config.max_model_len // options.block_size),
             device=model.device,
         )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )
         self._health = CacheHealth(config.plan, config.scales, options.skip_layers)
+        end_tokens, vocab_size = find_end_tokens(model, self.tokenizer), config.geometry.vocab_size
+        self.grammars = Grammars(self.tokenizer, end_tokens, vocab_size)
         self._intake = Intake(
-            CompletionContext(
-                TokenDecoder(self.tokenizer),
-                find_end_tokens(model, self.tokenizer),
-                config.geometry.vocab_size,
-            ),
+            CompletionContext(TokenDecoder(self.tokenizer), end_tokens, vocab_size, self.grammars),
             max_model_len=config.max_model_len,
             share_prompts=options.enable_prefix_caching,
             seed=options.seed,
         )
-        self._groups: dict[str, CompletionGroup] = {}
-        self._by_sequence: dict[int, tuple[CompletionGroup, Completion]] = {}
+        self._roster = Roster()
         self._check_invariants = check_invariants
         warm_up(self.runner, config, self._health)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
-        return self._scheduler.has_unfinished
+        return self.scheduler.has_unfinished
 
     @property
     def num_preemptions(self) -> int:
         """How often a running request had to give up its blocks and start over."""
-        return self._scheduler.num_preemptions
+        return self.scheduler.num_preemptions
 
     def add_request(
         self,
@@ -128,21 +128,24 @@ class Engine:
         params: SamplingParams,
         *,
         prompt: str | None = None,
+        arrived_at: float | None = None,
     ) -> None:
         """Queue a request under a name not in use; `step` works on it.
 
-        ``prompt`` is the prompt's text, if there is one, handed back with the output.
+        ``prompt`` is the prompt's text, if there is one, handed back with the output;
+        ``arrived_at`` is when it came, by `time.monotonic`, if that is not now.
 
         Raises:
             RequestError: the name is in use, or the prompt cannot be served; says what could.
         """
-        if request_id in self._groups:
+        if self._roster.group(request_id) is not None:
             raise RequestError(f"request_id={request_id!r} is in use. Give each request its own.")
-        group = self._intake.open(request_id, prompt_token_ids, params, prompt=prompt)
-        self._groups[request_id] = group
+        group = self._intake.open(
+            request_id, prompt_token_ids, params, prompt=prompt, arrived_at=arrived_at
+        )
+        self._roster.add(group)
         for completion in group.completions:
-            self._by_sequence[completion.request.sequence] = (group, completion)
-            self._scheduler.add(completion.request)
+            self.scheduler.add(completion.request)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return the requests that gained tokens or ended, oldest first.
@@ -152,10 +155,10 @@ class Engine:
         """
         chunks: list[ScheduledChunk] = []
         try:
-            chunks = self._scheduler.schedule()
+            chunks = self.scheduler.schedule()
             if not chunks:
                 return []
-            step = self.builder.build(chunks, self._scheduler.running)
+            step = self.builder.build(chunks, self.scheduler.running)
             outputs = self._take(chunks, step, self.runner.run(step))
         except Exception as error:  # noqa: BLE001 - whatever failed must not take the others along
             outputs = self._fail(chunks, error)
@@ -172,13 +175,13 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, with reason ``abort``; return its output, `None` if there is none."""
-        group = self._groups.get(request_id)
+        group = self._roster.group(request_id)
         if group is None:
             return None
         for completion in group.completions:
             if not completion.request.finished:
                 self._end(completion, "abort")
-        return self._publish([group])[0]
+        return self._roster.publish([group])[0]
 
     def set_scales(self, kv_scales: str | Path | Mapping[str, Any]) -> None:
         """Use other K and V scales from now on.
@@ -218,9 +221,9 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise `AssertionError` if queues, block tables or reference counts contradict."""
         self.cache.check_invariants()
-        self._scheduler.check_invariants()
-        queued = {r.sequence for r in (*self._scheduler.running, *self._scheduler.waiting)}
-        assert queued == self._by_sequence.keys(), "a request is lost between engine and scheduler"
+        self.scheduler.check_invariants()
+        queued = {r.sequence for r in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert queued == self._roster.sequences, "a request is lost between engine and scheduler"
 
     def _take(
         self, chunks: Sequence[ScheduledChunk], step: StepInput, logits: torch.Tensor
@@ -230,8 +233,8 @@ class Engine:
         last_rows: list[int] = []
         row = 0
         for chunk, num_rows in zip(chunks, step.row_counts, strict=True):
-            group, completion = self._by_sequence[chunk.request.sequence]
-            self._scheduler.commit(chunk)
+            group, completion = self._roster.find(chunk.request)
+            self.scheduler.commit(chunk)
             num_prompt_rows = num_rows - int(chunk.reaches_end)
             if num_prompt_rows:
                 group.add_prompt_logits(logits[row : row + num_prompt_rows])
@@ -244,7 +247,7 @@ class Engine:
         outcomes = sample(wanted, [completion.sampling for _, completion in sampled])
         for (_, completion), outcome in zip(sampled, outcomes, strict=True):
             self._accept(completion, outcome)
-        return self._publish(group for group, _ in sampled)
+        return self._roster.publish(group for group, _ in sampled)
 
     def _accept(self, completion: Completion, outcome: SampledToken) -> None:
         if outcome.error is not None:
@@ -255,15 +258,14 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - only this completion's text is concerned
             self._end(completion, "error", explain_failure(error))
             return
-        self.counters.generated_tokens += 1
+        self.counters.count_token(completion.request)
         if reason is not None:
             self._end(completion, reason)
 
     def _end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
-        self._scheduler.finish(completion.request, reason)
-        del self._by_sequence[completion.request.sequence]
-        self.counters.count_finished(reason)
-        self.counters.cached_prompt_tokens += completion.request.num_cached_tokens or 0
+        self.scheduler.finish(completion.request, reason)
+        self._roster.end(completion)
+        self.counters.count_finished(completion.request, reason)
         completion.end(reason, error=error)
 
     def _fail(self, chunks: Sequence[ScheduledChunk], error: BaseException) -> list[RequestOutput]:
@@ -274,25 +276,13 @@ class Engine:
         self.counters.failed_steps += 1
         concerned = [chunk.request for chunk in chunks]
         if not concerned:
-            concerned = [*self._scheduler.running, *self._scheduler.waiting[:1]]
-        failed = [
-            self._by_sequence[request.sequence]
-            for request in concerned
-            if request.sequence in self._by_sequence
-        ]
+            concerned = [*self.scheduler.running, *self.scheduler.waiting[:1]]
+        failed = self._roster.find_all(concerned)
         for _, completion in failed:
             self._end(completion, "error", explanation)
-        return self._publish(group for group, _ in failed)
-
-    def _publish(self, groups: Iterable[CompletionGroup]) -> list[RequestOutput]:
-        """Return the groups' outputs, each once, and let go of those that have ended."""
-        outputs = [group.refresh() for group in dict.fromkeys(groups)]
-        for output in outputs:
-            if output.finished:
-                del self._groups[output.request_id]
-        return outputs
+        return self._roster.publish(group for group, _ in failed)
 
     def _drop_stored(self) -> None:
-        self._scheduler.preempt_all()
+        self.scheduler.preempt_all()
         self.cache.reset(self.runner.cache_key())
         self._health.scales_changed(self.runner.scales)

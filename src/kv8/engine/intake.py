@@ -1,5 +1,6 @@
 """The engine's front door: a prompt is checked, and becomes a group of completions."""
 
+import time
 from collections.abc import Sequence
 from operator import index
 
@@ -37,16 +38,21 @@ class Intake:
         params: SamplingParams,
         *,
         prompt: str | None,
+        arrived_at: float | None = None,
     ) -> CompletionGroup:
         """Return the completions of a prompt; the first computes it, the others wait and share it.
 
+        ``arrived_at`` is when the prompt came, by `time.monotonic`; by default now.
+
         Raises:
-            RequestError: the prompt is empty, or holds something that is no token of the model.
+            RequestError: the prompt is empty, or holds something that is no token of the model, or
+                the output cannot be given the form asked for.
             CapacityError: it leaves no room for the output; the message says what would fit.
         """
         token_ids = self._checked(prompt_token_ids, params)
         room = self._max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
         completions: list[Completion] = []
         for number in range(params.n):
             leader = completions[0].request if completions and self._share_prompts else None
@@ -58,6 +64,7 @@ class Intake:
                 max_tokens=max_tokens,
                 wants_prompt_logits=number == 0 and params.prompt_logprobs is not None,
                 leader=leader,
+                arrived_at=arrived_at,
             )
             seed = sequence_seed(params, number, engine_seed=self._seed, request=self._num_requests)
             completions.append(Completion(request, params, self._context, index=number, seed=seed))

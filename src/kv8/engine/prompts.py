@@ -37,6 +37,7 @@ def conversations(
     *,
     template: str | None = None,
     add_generation_prompt: bool = True,
+    template_options: Mapping[str, Any] | None = None,
 ) -> list[TokenizedPrompt]:
     """Return the templated text and token numbers of each conversation.
 
@@ -45,6 +46,7 @@ def conversations(
         tokenizer: the model's.
         template: a Jinja template in place of the tokenizer's.
         add_generation_prompt: whether to add what begins an answer.
+        template_options: what else the template is told, such as tools.
 
     Raises:
         RequestError: there is no template, the messages are none, or the template refuses them.
@@ -66,6 +68,7 @@ def conversations(
                 tokenize=False,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
+                **(template_options or {}),
             )
         except Exception as error:
             raise RequestError(f"The chat template refuses the messages: {error}.") from error

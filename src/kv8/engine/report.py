@@ -38,6 +38,11 @@ class KVCacheReport:
     stale: bool = False
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of the cache: those allocated, or before that those planned."""
+        return self.capacity.cache_bytes if self.storage_bytes is None else self.storage_bytes
+
+    @property
     def calibrated(self) -> bool | None:
         """Whether all scales in use were measured, for these weights; `None` if none is in use."""
         scales = [s for layer in self.layers for s in (layer.k, layer.v) if s is not None]
@@ -72,7 +77,7 @@ class KVCacheReport:
             "tokens": held.tokens,
             "max_concurrency": held.max_concurrency,
             "max_model_len": held.max_model_len,
-            "memory_bytes": held.cache_bytes if self.storage_bytes is None else self.storage_bytes,
+            "memory_bytes": self.memory_bytes,
             "block_size": held.block_size,
             "num_blocks": held.num_blocks,
             "calibrated": self.calibrated,
@@ -82,13 +87,12 @@ class KVCacheReport:
         }
 
     def __str__(self) -> str:
-        size = self.capacity.cache_bytes if self.storage_bytes is None else self.storage_bytes
         verb = "would take" if self.storage_bytes is None else "takes"
         return "\n".join(
             [
                 layer_table(self.layers),
                 f"{self.capacity.bytes_per_token:,} bytes a token in all layers; the cache {verb} "
-                f"{format_bytes(size)} and holds {self.capacity}.",
+                f"{format_bytes(self.memory_bytes)} and holds {self.capacity}.",
                 *(f"  {line}" for line in (*self.settings, *self.messages)),
             ]
         )

@@ -4,6 +4,7 @@ Plain Python; everything that can be derived from the token list is a property.
 """
 
 import enum
+import time
 from dataclasses import dataclass, field
 
 from kv8.outputs import FinishReason
@@ -35,6 +36,9 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache when the request was first
             admitted; `None` before that.
         num_prompt_logits: prompt positions whose logits have been delivered; survives preemption.
+        arrived_at: when it came, by `time.monotonic`, as are the other times.
+        first_token_at: when it got its first token; `None` before that.
+        last_token_at: when it got its latest token.
     """
 
     request_id: str
@@ -50,6 +54,9 @@ class Request:
     num_cached_tokens: int | None = None
     num_prompt_logits: int = 0
     num_preemptions: int = field(default=0)
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from kv8.attention.layer import LayerAttention
 from kv8.attention.select import select_backend
 from kv8.cache.pool import KVPool
 from kv8.engine.batch_builder import StepInput
-from kv8.engine.counters import CacheCounters
+from kv8.engine.layers import expand_scale, make_counters, make_layers
 from kv8.engine.resolve import ResolvedConfig, find_scales
 from kv8.errors import RequestError
 from kv8.models.hook import HookedModel
 from kv8.scales.resolve import ResolvedScales
-from kv8.scales.scale import OriginKind, Scale
+from kv8.scales.scale import OriginKind
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +60,11 @@ class Runner:
         self._config = config
         self._stale = False
         self._num_weight_updates = 0
-        geometry, plan = config.geometry, config.plan
-        self.pool = KVPool(config.layout, geometry, plan, config.capacity.num_blocks, model.device)
-        self.counters = CacheCounters(
-            (e.layer for e in geometry.kv_layers if plan.format(e.layer).quantized), model.device
+        self.pool = KVPool(
+            config.layout, config.geometry, config.plan, config.capacity.num_blocks, model.device
         )
-        self.layers = {layer.layer: self._layer(layer.layer) for layer in geometry.layers}
+        self.counters = make_counters(config, model.device)
+        self.layers = make_layers(config, self.pool, self.counters, model.device)
         self.backend = select_backend(config.options.attention_backend, list(self.layers.values()))
 
     @property
@@ -150,37 +148,6 @@ class Runner:
                 (layer.v_scale, fresh.v),
             ):
                 if target is not None:
-                    target.copy_(_expand(scale, target.numel()))
+                    target.copy_(expand_scale(scale, target.numel()))
         self.scales = found.scales
         self._stale = False
-
-    def _layer(self, number: int) -> LayerAttention:
-        config, device = self._config, self.model.device
-        layer = config.geometry.layer(number)
-        source = layer.kv_source  # whose keys and values this layer reads
-        stored_format = config.plan.format(source)
-        quantized = stored_format.quantized
-        scales = config.scales.layer(number)
-
-        def scale(wanted: bool, given: Scale | None, num_heads: int) -> torch.Tensor | None:
-            return _expand(given, num_heads).to(device) if wanted else None
-
-        k_codes, v_codes = self.pool.codes(number)
-        return LayerAttention(
-            geometry=layer,
-            group=config.layout.group_of(number),
-            format=stored_format,
-            k_codes=k_codes,
-            v_codes=v_codes,
-            k_scale=scale(quantized, scales.k, layer.num_kv_heads),
-            v_scale=scale(quantized, scales.v, layer.num_kv_heads),
-            q_scale=scale(quantized and config.fp8_queries, scales.q, layer.num_heads),
-            counters=self.counters.layer(source) if quantized else None,
-        )
-
-
-def _expand(scale: Scale | None, num_heads: int) -> torch.Tensor:
-    """Return ``scale`` as float32 [num_heads], one value a head whatever its granularity."""
-    assert scale is not None, "resolve_scales gives every quantized layer all of its scales"
-    values = torch.tensor(scale.values, dtype=torch.float32)
-    return values.expand(num_heads).clone() if len(scale.values) == 1 else values

@@ -14,7 +14,9 @@ import torch
 
 from kv8.engine.logprobs import token_logprobs
 from kv8.engine.penalties import Penalties
+from kv8.engine.token_mask import TokenMask
 from kv8.engine.truncation import keep_min_p, keep_top_k, keep_top_p
+from kv8.errors import EngineError
 from kv8.outputs import Logprob
 from kv8.sampling_params import SamplingParams
 
@@ -39,6 +41,7 @@ class SamplingState:
         vocab_size: V.
         seed: of this sequence; see `sequence_seed`.
         end_token_ids: the model's end tokens, banned until ``min_tokens`` unless ignored.
+        mask: of structured output, this sequence's own.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SamplingState:
         vocab_size: int,
         seed: int,
         end_token_ids: Collection[int] = (),
+        mask: TokenMask | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -59,12 +63,13 @@ class SamplingState:
             Penalties(params, num_prompt_tokens, vocab_size) if Penalties.wanted(params) else None
         )
         ends = set(params.stop_token_ids or ()) | set(() if params.ignore_eos else end_token_ids)
+        self._mask = mask
         self._banned_early = sorted(token for token in ends if token < vocab_size)
 
     @property
     def adjusts(self) -> bool:
         """Whether the next token's logits are changed before the choice."""
-        return self._penalties is not None or self._bans
+        return self._penalties is not None or self._mask is not None or self._bans
 
     @property
     def _bans(self) -> bool:
@@ -75,9 +80,16 @@ class SamplingState:
         return len(self._token_ids) - self._num_prompt_tokens
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Apply penalties and bans to ``logits`` (float32 [V]) in place."""
+        """Apply penalties, mask and bans to ``logits`` (float32 [V]) in place.
+
+        Raises:
+            EngineError: the mask cannot be made.
+        """
         if self._penalties is not None:
             self._penalties.apply(logits, self._token_ids)
+        if self._mask is not None:
+            allowed = self._mask.allowed(self._token_ids[self._num_prompt_tokens :])
+            logits.masked_fill_(~allowed.to(logits.device), -math.inf)
         if self._bans:
             logits[self._banned_early] = -math.inf
 
@@ -123,8 +135,8 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         states: R sequences.
 
     Returns:
-        R outcomes. A row with NaN, without one finite maximum, or with every token banned, has an
-        error and no token.
+        R outcomes. A row with NaN, without one finite maximum, with every token banned, or whose
+        mask cannot be made, has an error and no token.
     """
     if not states:
         return []
@@ -134,7 +146,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         None if math.isfinite(peak) else f"the model's logits have no finite maximum ({peak})"
         for peak in peaks.tolist()
     ]
-    adjusted = _adjusted(logits, states)
+    adjusted = _adjusted(logits, states, errors)
     if adjusted is not logits:
         peaks, best = adjusted.max(dim=1)
         errors = [
@@ -150,14 +162,22 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     ]
 
 
-def _adjusted(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    """Return ``logits`` [R, V] after penalties and bans: a copy, unless no row has any."""
+def _adjusted(
+    logits: torch.Tensor, states: Sequence[SamplingState], errors: list[str | None]
+) -> torch.Tensor:
+    """Return ``logits`` [R, V] after penalties, masks and bans: a copy, unless no row has any.
+
+    A row that cannot be adjusted gets its reason in ``errors``.
+    """
     rows = [row for row, state in enumerate(states) if state.adjusts]
     if not rows:
         return logits
     logits = logits.clone()
     for row in rows:
-        states[row].adjust(logits[row])
+        try:
+            states[row].adjust(logits[row])
+        except EngineError as error:
+            errors[row] = errors[row] or str(error)
     return logits
 
 

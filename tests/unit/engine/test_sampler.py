@@ -1,17 +1,21 @@
 """The sampler row by row: greedy, draws, penalties, bans, logprobs, and what it must refuse."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from kv8.engine.sampler import SamplingState, sample, sequence_seed
+from kv8.errors import EngineError
 from kv8.sampling_params import SamplingParams
 
 VOCAB = 50
 
 
-def state(params: SamplingParams, *, prompt=(), output=(), seed=0, ends=()) -> SamplingState:
+def state(
+    params: SamplingParams, *, prompt=(), output=(), seed=0, ends=(), mask=None
+) -> SamplingState:
     return SamplingState(
         params,
         token_ids=[*prompt, *output],
@@ -19,6 +23,7 @@ def state(params: SamplingParams, *, prompt=(), output=(), seed=0, ends=()) -> S
         vocab_size=VOCAB,
         seed=seed,
         end_token_ids=ends,
+        mask=mask,
     )
 
 
@@ -258,3 +263,66 @@ def test_zero_logprobs_reports_the_chosen_token_alone() -> None:
     outcome = sample(given, [state(SamplingParams(logprobs=0)), state(SamplingParams())])
     assert list(outcome[0].logprobs or {}) == [outcome[0].token_id]
     assert outcome[1].logprobs is None
+
+
+class Only:
+    """A mask that lets the same tokens through whatever came before, and remembers what it saw."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.seen: list[list[int]] = []
+        self._allowed = torch.zeros(VOCAB, dtype=torch.bool)
+        self._allowed[list(allowed)] = True
+
+    def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
+        self.seen.append(list(output_token_ids))
+        return self._allowed
+
+
+class Broken:
+    def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
+        raise EngineError("too complex")
+
+
+def test_a_mask_leaves_only_what_it_allows() -> None:
+    given = logits(40)
+    params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=1)]
+    params += [SamplingParams(temperature=5.0, top_p=0.5), SamplingParams(min_p=1.0)]
+    states = [state(params[i % 5], seed=i, mask=Only(3, 8, 21)) for i in range(40)]
+    chosen = [s.token_id for s in sample(given, states)]
+    assert set(chosen) == {3, 8, 21}
+    best = [[3, 8, 21][row[[3, 8, 21]].argmax()] for row in given]
+    assert chosen[::5] == best[::5]  # greedy rows
+    assert chosen[2::5] == best[2::5]  # the best one kept
+
+
+def test_a_mask_sees_the_output_alone() -> None:
+    mask = Only(1)
+    sample(logits(), [state(SamplingParams(), prompt=[4, 5], output=[6, 7], mask=mask)])
+    assert mask.seen == [[6, 7]]
+
+
+def test_a_mask_changes_neither_neighbours_nor_logprobs() -> None:
+    given = logits(3)
+    params = SamplingParams(seed=2, logprobs=2)
+    masked = sample(given, [state(params), state(params, mask=Only(9)), state(params)])
+    free = sample(given, [state(params)] * 3)
+    assert masked[::2] == free[::2]
+    assert masked[1].token_id == 9
+    own = torch.log_softmax(given[1], dim=0)[9]
+    assert masked[1].logprobs[9].logprob == pytest.approx(float(own))
+    assert masked[1].logprobs.keys() - {9} == set(given[1].topk(2).indices.tolist()) - {9}
+
+
+def test_a_mask_that_fails_fails_its_row_alone() -> None:
+    given = logits(3)
+    plain = state(SamplingParams(temperature=0))
+    outcomes = sample(given, [plain, state(SamplingParams(), mask=Broken()), plain])
+    assert outcomes[1].token_id is None
+    assert outcomes[1].error == "too complex"
+    assert [outcomes[i].token_id for i in (0, 2)] == given[[0, 2]].argmax(dim=1).tolist()
+
+
+def test_a_mask_that_allows_nothing_is_an_error() -> None:
+    [outcome] = sample(logits(), [state(SamplingParams(), mask=Only())])
+    assert outcome.token_id is None
+    assert "no token is left" in outcome.error

@@ -1,0 +1,181 @@
+"""Structured output: from the form asked for to masks over the model's tokens, by llguidance.
+
+llguidance is an extra and is imported when the first form is compiled.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from kv8.engine.token_mask import TokenMask
+from kv8.errors import EngineError, RequestError
+from kv8.structured_outputs import StructuredOutputsParams
+
+# Between two parts of a JSON text: a blank, or a line break and an indentation. Models that have
+# nothing to say go on with blanks for ever where nothing stops them.
+_WHITESPACE = r" |\n[ \t]{0,32}"
+# llguidance reads options out of the schema itself, and one of them ignores keywords it does not
+# know; what is given here overrides that.
+JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False}
+# By default 2,000, which an object of 500 optional properties exceeds; with 3,000 of them a mask
+# takes 3 ms. The other limits stay: they bound what a form can make everyone else wait.
+_MOST_ITEMS = 20_000
+_NUM_KEPT = 64  # compiled forms; clients send the same few again and again
+
+
+class Grammars:
+    """Compiles forms for one model's tokens and keeps the last ones. Any thread may use it.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        end_token_ids: the model's end tokens; a complete output is followed by one of them.
+        vocab_size: V, the tokens the model has logits for.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Collection[int], vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._end_token_ids = sorted(token for token in end_token_ids if token < vocab_size)
+        self._vocab_size = vocab_size
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, form: StructuredOutputsParams) -> None:
+        """Make ``form`` ready, so that `open` takes no time. May take a second, the first time.
+
+        Raises:
+            RequestError: llguidance is missing, cannot take this model's tokens, or refuses the
+                form; says why.
+        """
+        self._matcher(form)
+
+    def open(self, form: StructuredOutputsParams) -> TokenMask:
+        """Return the mask of one new sequence whose output is to have ``form``.
+
+        Raises:
+            RequestError: as `compile`.
+        """
+        return _GrammarMask(self._matcher(form).deep_copy())
+
+    def _matcher(self, form: StructuredOutputsParams) -> Any:
+        """Return llguidance's matcher for ``form`` before the first token; for copying only."""
+        with self._lock:
+            if form in self._compiled:
+                self._compiled.move_to_end(form)
+                return self._compiled[form]
+            if self._vocabulary is None:
+                self._vocabulary = _read_vocabulary(
+                    self._tokenizer, self._end_token_ids, self._vocab_size
+                )
+        matcher = _compile(form, self._vocabulary)  # not locked: others need not wait for it
+        with self._lock:
+            self._compiled[form] = matcher
+            while len(self._compiled) > _NUM_KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+class _GrammarMask:
+    """A `TokenMask` made of a llguidance matcher, which it advances as the output grows."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._num_taken = 0
+
+    def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
+        """See `TokenMask.allowed`."""
+        matcher = self._matcher
+        matcher.consume_tokens(list(output_token_ids[self._num_taken :]))
+        self._num_taken = len(output_token_ids)
+        bias = matcher.compute_logit_bias()  # a byte a token, not 0 where it is allowed
+        if matcher.is_error():
+            raise EngineError(
+                f"The structured output could not be followed beyond {self._num_taken} tokens: "
+                f"{matcher.get_error()}"
+            )
+        return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
+
+
+def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
+    import llguidance
+
+    try:
+        matcher = llguidance.LLMatcher(
+            vocabulary,
+            _grammar_text(llguidance.LLMatcher, form),
+            log_level=0,
+            limits=llguidance.LLParserLimits(max_items_in_row=_MOST_ITEMS, verbose_errors=False),
+        )
+        # Some impossible forms are found out only when a first token is looked for.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        failure = matcher.get_error() or first.get_error()
+    except ValueError as error:
+        failure = str(error)
+    if failure:
+        reason = " ".join(failure.split()).rstrip(".")  # some draw an arrow under the place
+        raise RequestError(f"{_name(form)} cannot be followed: {reason}.")
+    return matcher
+
+
+def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
+    """Return ``form`` in llguidance's own language."""
+    text: str
+    if form.json is not None:
+        text = matcher.grammar_from_json_schema(form.json, overrides=JSON_OPTIONS)
+    elif form.json_object:
+        text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
+    elif form.regex is not None:
+        text = matcher.grammar_from_regex(form.regex)
+    elif form.choice is not None:
+        # A string of Lark is written as one of JSON is.
+        quoted = [json.dumps(text, ensure_ascii=False) for text in form.choice]
+        text = matcher.grammar_from_lark("start: " + " | ".join(quoted))
+    else:
+        text = matcher.grammar_from_lark(form.grammar)
+    return text
+
+
+def _name(form: StructuredOutputsParams) -> str:
+    given = {"JSON schema": form.json, "regex": form.regex, "choice": form.choice}
+    return f"The {next((name for name, value in given.items() if value is not None), 'grammar')}"
+
+
+def _read_vocabulary(tokenizer: Any, end_token_ids: Sequence[int], vocab_size: int) -> Any:
+    """Return llguidance's view of a model's tokens."""
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            "Structured output needs llguidance, which is not installed here. Install it with "
+            "pip install 'kv8[server]'."
+        ) from None
+    if not end_token_ids:
+        raise RequestError(
+            "Structured output needs a model with an end token, to say that the output is "
+            "complete. Neither this model's config nor its tokenizer names one."
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError(
+            f"Structured output needs a tokenizer of the tokenizers library, one with a "
+            f"tokenizer.json; this model has a {type(tokenizer).__name__}."
+        )
+    if len(tokenizer) > vocab_size:
+        raise RequestError(
+            f"Structured output needs a tokenizer that fits the model; this one has "
+            f"{len(tokenizer)} tokens, and the model has logits for {vocab_size}."
+        )
+    try:
+        return llguidance.LLTokenizer(
+            backend.to_str(), n_vocab=vocab_size, eos_token=list(end_token_ids)
+        )
+    except ValueError as error:
+        raise RequestError(
+            f"Structured output is not possible with this model's tokenizer, which llguidance "
+            f"cannot take: {error}."
+        ) from None

@@ -1,0 +1,1 @@
+"""`kv8 serve`: an OpenAI-compatible server around one engine thread."""

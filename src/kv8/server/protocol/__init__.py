@@ -1,0 +1,1 @@
+"""What clients send and get: OpenAI's shapes, every field honoured or refused by name."""

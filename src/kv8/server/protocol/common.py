@@ -1,0 +1,151 @@
+"""What several requests have in common: strictness, sampling fields, and what is refused."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kv8.sampling_params import MAX_LOGPROBS, SamplingParams
+from kv8.server.mailbox import Usage
+from kv8.server.protocol.text import require_text
+
+MOST_CHOICES = 128  # as OpenAI has it
+LARGEST_SEED = 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stop = str | list[str] | None
+
+# Of answers: fields that OpenAI does not have are there when they were asked for, never null.
+OMITTED: Any = Field(None, exclude_if=lambda value: value is None)
+TokenIds = list[int] | None
+PromptLogprobs = list[dict[str, Any] | None] | None
+
+
+class Strict(BaseModel):
+    """A shape that takes no other fields, and no text where a number belongs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Body(Strict):
+    """The outermost shape of a request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, body: Any) -> Any:
+        require_text(body)
+        return body
+
+
+class Refusal:
+    """A field of OpenAI's that asks for something kv8 does not do.
+
+    Args:
+        reason: why, and what to do instead.
+        neutral: values that ask for nothing; a field with one of them is let pass, as is null.
+    """
+
+    def __init__(self, reason: str, *neutral: Any) -> None:
+        self.reason = reason
+        self.neutral = neutral
+
+    def lets_pass(self, value: Any) -> bool:
+        """Whether ``value`` asks for nothing."""
+        return value is None or any(value == n and type(value) is type(n) for n in self.neutral)
+
+
+class StreamOptions(Strict):
+    """How a streamed answer is told."""
+
+    include_usage: bool = Field(
+        False, description="Send a last chunk with the tokens read and written."
+    )
+
+
+class GenerationRequest(Body):
+    """Fields of chat and text completion alike."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+    model: str | None = Field(
+        None, description="A served name; by default the only model there is."
+    )
+    n: int = Field(1, ge=1, le=MOST_CHOICES, description="Completions of each prompt.")
+    temperature: float = Field(1.0, ge=0, description="0 always takes the most likely token.")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="0 or -1 keeps all.")
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    stop: Stop = Field(None, description="Up to here, without it.")
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool = Field(False, description="Add prompt_token_ids and token_ids.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        """Refuse by name what kv8 does not do; a known field that is null was left out."""
+        if not isinstance(body, dict):
+            return body
+        for name, refusal in cls.refused.items():
+            if name in body and not refusal.lets_pass(body[name]):
+                raise ValueError(f"{name} is not supported. {refusal.reason}")
+        return {
+            name: value
+            for name, value in body.items()
+            if name not in cls.refused and not (value is None and name in cls.model_fields)
+        }
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has a meaning only with stream=true.")
+        return self
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Return what the engine is told; ``more`` are fields whose names differ.
+
+        Raises:
+            RequestError: two fields contradict each other.
+        """
+        names = (
+            "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+            "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids",
+            "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
+        )  # fmt: skip
+        fields = {name: getattr(self, name) for name in names}
+        return SamplingParams(**fields | {"prompt_logprobs": self.prompt_logprobs} | more)
+
+
+class PromptTokensDetails(BaseModel):
+    """Where a prompt's keys and values came from."""
+
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    """Tokens read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    """Return counts of tokens as OpenAI tells them."""
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+    )

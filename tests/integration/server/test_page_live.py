@@ -1,0 +1,55 @@
+"""The page of a real server at work; ``--update-golden`` takes the picture in the docs."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.browsers import chromium
+from tests.server_process import server_process
+
+PICTURE = Path(__file__).resolve().parents[3] / "docs" / "images" / "page.png"
+PREFACE = "Below is the beginning of a text. Go on with it in the same language and manner. "
+PROMPTS = (
+    "London is the capital of",
+    "The three laws of thermodynamics are",
+    "def quicksort(items):",
+    "Dear Sir or Madam,\n\nI am writing to",
+)
+
+
+@pytest.mark.model
+def test_the_page_of_a_server_at_work(update_golden, tmp_path) -> None:
+    words = ("smollm2", "--kv-cache-dtype", "fp8", "--calculate-kv-scales", "--port", "0")
+    with chromium() as browser, server_process(*words, "--kv-cache-memory", "64MiB") as server:
+        server.until_said("ready")
+        page = browser.new_page(viewport={"width": 1200, "height": 900}, device_scale_factor=1.25)
+        page.goto(server.url)
+        page.wait_for_selector("#empty:not([hidden])")
+        enough = threading.Event()
+
+        def ask(number: int) -> None:
+            with server.client() as client:
+                while not enough.is_set():
+                    prompt = f"{PREFACE}Number {number}. {PROMPTS[number % len(PROMPTS)]}"
+                    body = {"prompt": prompt, "max_tokens": 64, "temperature": 0.8}
+                    client.post("/v1/completions", json=body).raise_for_status()
+
+        with ThreadPoolExecutor(8) as clients:
+            asked = [clients.submit(ask, number) for number in range(8)]
+            try:
+                page.locator("#trace-note", has_text="peak").wait_for()  # tokens were generated
+                page.wait_for_timeout(40_000 if update_golden else 3_000)
+                cells = page.locator("#map [data-level]")
+                assert cells.count() == 60
+                assert not {"empty", "native"} & {
+                    cells.nth(i).get_attribute("data-level") for i in range(60)
+                }
+                assert "running" in page.inner_text("#work")
+                if update_golden:
+                    PICTURE.parent.mkdir(exist_ok=True)
+                    page.screenshot(path=PICTURE, full_page=True)
+            finally:
+                enough.set()
+        for future in asked:
+            future.result()

@@ -1,0 +1,82 @@
+"""Findings about a body, told by place and in a sentence."""
+
+import pytest
+
+from kv8.server.protocol.validation import spell_place, validation_error
+
+
+@pytest.mark.parametrize(
+    ("place", "body", "spelled"),
+    [
+        (("body", "choice", "literal['none']"), {"choice": {"a": 1}}, "choice"),
+        (("body", "n"), {"n": 0}, "n"),
+        (("body", "messages", 1, "user", "content", "str"), {"messages": [{}, {"content": 5}]},
+         "messages[1].content"),
+        (("body", "messages", 0, "user", "content"), {"messages": [{}]}, "messages[0]"),
+        (("body", "prompt", "list[int]", 2), {"prompt": [1, 2, "x"]}, "prompt[2]"),
+        (("body",), {"n": 0}, ""),
+        (("body", "n"), None, ""),
+        (("query", "limit"), None, "limit"),
+    ],
+)  # fmt: skip
+def test_places_are_spelled_as_people_write_them(place, body, spelled) -> None:
+    assert spell_place(place, body) == spelled
+
+
+def test_what_is_missing_has_a_place() -> None:
+    place = ("body", "messages", 0, "user", "content")
+    assert spell_place(place, {"messages": [{}]}, missing=True) == "messages[0].content"
+
+
+def finding(kind: str, loc: tuple, message: str = "Input should be so", value: object = 5) -> dict:
+    return {"type": kind, "loc": ("body", *loc), "msg": message, "input": value}
+
+
+def test_values_are_quoted_but_not_at_length() -> None:
+    error = validation_error([finding("int_type", ("n",), value="x" * 5000)], {"n": "x" * 5000})
+    assert error.detail.startswith("n: input should be so, got 'xxx")
+    assert len(error.detail) < 200
+    assert error.param == "n"
+
+
+def test_of_several_alternatives_the_one_that_got_furthest_is_told() -> None:
+    findings = [
+        finding("string_type", ("prompt", "str"), "Input should be a valid string"),
+        finding("int_type", ("prompt", "list[int]", 1), "Input should be a valid integer"),
+    ]
+    error = validation_error(findings, {"prompt": [1, "a"]})
+    assert error.detail == "prompt[1]: input should be a valid integer, got 5."
+    assert error.param == "prompt[1]"
+
+
+def test_an_unknown_kind_is_told_with_those_there_are() -> None:
+    context = {"discriminator": "'role'", "tag": "owner", "expected_tags": "'user', 'tool'"}
+    unknown = finding("union_tag_invalid", ("messages", 0)) | {"ctx": context}
+    error = validation_error([unknown], {"messages": [{"role": "owner"}]})
+    assert error.detail == "messages[0].role: allowed are 'user', 'tool', got 'owner'."
+    assert error.param == "messages[0].role"
+
+
+def test_few_of_many_findings_are_told() -> None:
+    findings = [finding("int_type", ("ids", i), value=str(i)) for i in range(9)]
+    error = validation_error(findings, {"ids": ["x"] * 9})
+    assert error.detail.count("input should be so") == 3
+    assert error.detail.endswith("And 6 more.")
+    assert error.param == "ids[0]"
+
+
+def test_sentences_of_our_own_stay_and_name_their_field() -> None:
+    findings = [finding("value_error", (), "Value error, user is not supported. Leave it out.")]
+    error = validation_error(findings, {"user": "me"})
+    assert error.detail == "user is not supported. Leave it out."
+    assert error.param == "user"
+
+
+def test_what_is_no_json_is_told_as_such() -> None:
+    findings = [
+        finding("json_invalid", (7,), "JSON decode error") | {"ctx": {"error": "Expecting"}}
+    ]
+    error = validation_error(findings, None)
+    assert error.status_code == 400
+    assert error.code == "invalid_json"
+    assert "Expecting" in error.detail
