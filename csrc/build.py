@@ -75,7 +75,7 @@ def build(output: Path, *, sanitize: bool = False) -> None:
             bf16_flags = ["-DKV8_ISA=avx512bf16", *BF16_FLAGS]
             jobs.append(("attend.cpp", "attend-avx512bf16.o", bf16_flags))
         if amx:
-            for source in ("attend.cpp", "linear_amx.cpp"):
+            for source in ("attend.cpp", "linear_amx.cpp", "linear_amx_many.cpp"):
                 target = f"{Path(source).stem}-amx.o"
                 jobs.append((source, target, ["-DKV8_ISA=amx", *AMX_FLAGS]))
 

@@ -18,6 +18,15 @@ KV8_INLINE void load(const void* rows, int64_t stride) {
                : "r"(rows), "r"(stride), "i"(kTileNumber)
                : "memory");
 }
+// The same, with the hint that they are not needed again soon: so that they do not push others out
+// of the innermost cache.
+template <int kTileNumber>
+KV8_INLINE void load_once(const void* rows, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
+               :
+               : "r"(rows), "r"(stride), "i"(kTileNumber)
+               : "memory");
+}
 template <int kTileNumber>
 KV8_INLINE void store(void* rows, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)"

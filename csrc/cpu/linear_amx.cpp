@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "finish_row.h"
 #include "simd.h"
 
 namespace kv8::amx {
@@ -53,26 +54,6 @@ void pack_block(const kv8_linear& l, int64_t num_rows, int64_t block, uint8_t* t
   }
 }
 
-// A row of kA tiles of outputs, rounded: out = residual + product * multiplier, or the product.
-// Rounds where finish.h does.
-template <int kA>
-KV8_INLINE void finish_row(const kv8_linear& l, int64_t t, int64_t n, U32 product) {
-  const Round<BFloat16> round;
-  const Widen<BFloat16> widen;
-  constexpr int64_t kBytes = 2 * kA * kSide;
-  auto* out = static_cast<uint16_t*>(l.out) + t * l.out_stride + n;
-  if (l.residual != nullptr) {
-    const auto* residual = static_cast<const uint16_t*>(l.residual) + t * l.residual_stride + n;
-    F32 values[2], before[2];
-    widen(product, values);
-    widen(load_some(residual, kBytes / 4), before);
-    for (int i = 0; i < 2; ++i) values[i] = before[i] + round(values[i] * splat(l.multiplier));
-    product = round.words(values);
-  }
-  if constexpr (kBytes == sizeof product) store_words(out, product);
-  else store_bytes(out, product, kBytes);
-}
-
 // Sums of kA tiles of outputs for `count` rows of x, stored as [outputs][rows]. They are rounded to
 // pairs of outputs, a word for each row, before they are turned to [rows][outputs].
 template <int kA>
@@ -89,7 +70,7 @@ void finish_tiles(const kv8_linear& l, int64_t first_row, int64_t count, int64_t
     words[i] = round.words(pair);
   }
   transpose(words);
-  for (int64_t i = 0; i < count; ++i) finish_row<kA>(l, first_row + i, n, words[i]);
+  for (int64_t i = 0; i < count; ++i) finish_row<kA * kSide>(l, first_row + i, n, words[i]);
 }
 
 void fetch(const uint8_t* rows, int64_t bytes) {
@@ -187,6 +168,7 @@ bool takes(const kv8_linear& l) {
 }
 
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
+  if (num_rows >= kManyRows) return linear_many(l, num_rows, num_threads);
   auto* packed = reinterpret_cast<uint8_t*>(l.scratch);
   const int64_t block_bytes = l.num_inputs / kInputs * kTileBytes;
   const int64_t blocks = (num_rows + kSide - 1) / kSide;

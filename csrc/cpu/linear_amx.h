@@ -11,5 +11,8 @@ constexpr int64_t kFewestRows = 4;  // with fewer, reading the weight takes long
 bool available();
 bool takes(const kv8_linear& l);
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads);
+// The same results for many rows, faster from kManyRows on: there packing the weight pays.
+constexpr int64_t kManyRows = 192;
+void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads);
 
 }  // namespace kv8::amx

@@ -19,6 +19,8 @@ from kv8.models.workspace import Workspace
 # computed from them. For torch, which repacks a weight with each product: enough to make that up.
 _UNIT_ROWS: Final = 512
 _TORCH_ROWS: Final = 2048
+# With more rows than this torch's products are faster than those on the matrix unit. Measured.
+_MOST_ON_UNIT: Final = 1024
 
 
 class ManyRows:
@@ -33,10 +35,10 @@ class ManyRows:
         self._layer, self._space = layer, space
         self._hidden = layer.output.weight.shape[0]
         merged = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        self._native = all(
+        self._has_unit = all(
             multiplies_many_rows(layer.kernels, m.weight) for m in merged if m is not None
         )
-        self._block_rows = _UNIT_ROWS if self._native else _TORCH_ROWS
+        self._native = False  # whether the rows at hand are multiplied on it
 
     def run(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output [T, C] for ``x`` [T, C], contiguous.
@@ -44,6 +46,7 @@ class ManyRows:
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer = self._layer
+        self._native = self._has_unit and len(x) <= _MOST_ON_UNIT
         qkv = self._space.many_rows("qkv", len(x), layer.qkv.weight.shape[0])
         angles = None if cos_sin is None else self._space.angles(cos_sin)
         for rows in self._blocks(len(x)):
@@ -120,7 +123,7 @@ class ManyRows:
             merged.bias,
             x,
             out,
-            self._space.scratch(merged.weight.shape[1], self._block_rows),
+            self._space.scratch(merged.weight.shape[1], _UNIT_ROWS),
             residual=residual,
             multiplier=self._layer.parts.multiplier,
         )
@@ -138,5 +141,6 @@ class ManyRows:
         return self._space.many_rows(name, num_rows, width)
 
     def _blocks(self, num_rows: int) -> Iterator[slice]:
-        for start in range(0, num_rows, self._block_rows):
-            yield slice(start, min(start + self._block_rows, num_rows))
+        most = _UNIT_ROWS if self._native else _TORCH_ROWS
+        for start in range(0, num_rows, most):
+            yield slice(start, min(start + most, num_rows))

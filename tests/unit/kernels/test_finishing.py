@@ -48,7 +48,7 @@ def test_finishing(
         weight = whole_numbers(outputs, 96, dtype=dtype, seed=1)
         bias = draw(outputs, dtype=dtype, seed=2) * 50
         bias[-len(some) :] = some[-outputs:]
-        for num_rows in (1, 3, 4, 15, 16, 17, 33, 64):
+        for num_rows in (1, 3, 4, 15, 16, 17, 33, 64, 65, 203):
             x = whole_numbers(num_rows, 96, dtype=dtype, seed=num_rows)
             x[-1, 5] = torch.inf
             # A part of a wider tensor, as the output is.
@@ -69,10 +69,36 @@ def test_many_rows_of_many_inputs(kernels: CpuKernels, dtype: torch.dtype) -> No
     assert_same(found, finished(x, weight, None, residual, 1.0))
 
 
-def test_the_residual_may_be_the_output(kernels: CpuKernels) -> None:
-    weight, x = (whole_numbers(n, 64, dtype=torch.bfloat16, seed=n) for n in (112, 50))
-    residual = draw(50, 112, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 576), (160, 1024), (80, 2048)])
+def test_many_rows_get_what_few_get(kernels: CpuKernels, outputs: int, inputs: int) -> None:
+    """Bit for bit, whatever rows are beside a row; from four on, as few need not be.
+
+    On the matrix unit, other tiles are packed for many rows, and some rows are computed twice; sums
+    of many inputs wait in memory.
+    """
+    weight = draw(outputs, inputs, dtype=torch.bfloat16, seed=1)
+    bias = draw(outputs, dtype=torch.bfloat16, seed=2)
+    some = unusual(torch.bfloat16)
+    for num_rows in (65, 130, 193, 519):
+        x = draw(num_rows, inputs + 8, dtype=torch.bfloat16, seed=num_rows)[:, 3:-5]
+        residual = draw(num_rows, outputs + 5, dtype=torch.bfloat16, seed=3)[:, 2:-3]
+        x[num_rows // 2, : len(some)], x[-1, 5], x[0, 7] = some, torch.inf, torch.nan
+        for add, rest, multiplier in ((None, None, 1.0), (bias, None, 1.0), (bias, residual, 0.22)):
+            many = multiply(kernels, x, weight, add, residual=rest, multiplier=multiplier)
+            for first in (*range(0, num_rows - 16, 16), num_rows - 16):
+                rows = slice(first, first + 16)
+                before = None if rest is None else rest[rows]
+                few = multiply(
+                    kernels, x[rows], weight, add, residual=before, multiplier=multiplier
+                )
+                assert_same(many[rows], few)
+
+
+@pytest.mark.parametrize("num_rows", [50, 203, 519])
+def test_the_residual_may_be_the_output(kernels: CpuKernels, num_rows: int) -> None:
+    weight, x = (whole_numbers(n, 64, dtype=torch.bfloat16, seed=n) for n in (112, num_rows))
+    residual = draw(num_rows, 112, dtype=torch.bfloat16)
     expected = finished(x, weight, None, residual, 1.0)
-    scratch = torch.empty(scratch_size(50, 64))
-    run(kernels, linear_struct(weight, None, x, residual, scratch, residual=residual), 50)
+    scratch = torch.empty(scratch_size(num_rows, 64))
+    run(kernels, linear_struct(weight, None, x, residual, scratch, residual=residual), num_rows)
     assert_same(residual, expected)

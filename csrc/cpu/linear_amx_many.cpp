@@ -1,0 +1,200 @@
+// Products of many rows with a bfloat16 weight on the tile unit. Rows of x are tiles as they lie in
+// memory; the weight is what is packed, 32 outputs at a time, because many rows share the effort.
+// Sums come out in the order in which results are stored, [rows][outputs], and a row's are those
+// that linear_amx.cpp computes: the same products in the same order.
+//
+// The unit is kept busy if other work is done beside it in small pieces: each step of a product
+// also finishes some sums of the block before it, and fetches some of the weights that come next.
+#include <algorithm>
+
+#include "amx.h"
+#include "finish_row.h"
+#include "linear_amx.h"
+#include "simd.h"
+
+namespace kv8::amx {
+namespace {
+
+constexpr int64_t kSide = 16;                // rows of a tile, and words of one of its rows
+constexpr int64_t kBlock = 2 * kSide;        // rows of x, and outputs, whose sums are in registers
+constexpr int64_t kInputs = 32;              // of a step: bfloat16 values of a row of a tile
+constexpr int64_t kTileBytes = kSide * 64;
+constexpr int64_t kMostSteps = 18;           // of a unit of work: its weights stay in the L1 cache
+constexpr int64_t kMostRows = 512;           // of a unit of work, where sums have to be kept
+constexpr int64_t kPanelBytes = 1280 << 10;  // of x that stay in a core's cache
+
+// Inputs [kInputs first_step, ...) of outputs [n, n + kBlock) for rows [row, end).
+struct Unit {
+  int64_t row, end, n, first_step, steps;
+};
+
+// Hands out units. Weights of a share of outputs that do not fit the innermost cache are taken in
+// parts; meanwhile its sums wait in memory, as exact as they are in the tiles.
+struct Units {
+  const kv8_linear& l;
+  int64_t num_rows, steps, unit_steps, panel_rows, shares, items, taken = 0;
+
+  Units(const kv8_linear& l, int64_t num_rows) : l(l), num_rows(num_rows) {
+    steps = l.num_inputs / kInputs;
+    const int64_t parts = (steps + kMostSteps - 1) / kMostSteps;
+    unit_steps = (steps + parts - 1) / parts;
+    const int64_t most = parts == 1 ? num_rows : kMostRows;
+    const int64_t rows = std::clamp(kPanelBytes / (2 * l.num_inputs), kBlock, most);
+    const int64_t panels = (num_rows + rows - 1) / rows;
+    panel_rows = ((num_rows + panels - 1) / panels + kBlock - 1) / kBlock * kBlock;
+    shares = (l.num_outputs + kBlock - 1) / kBlock;
+    items = (num_rows + panel_rows - 1) / panel_rows * shares;
+  }
+  bool first(Unit& unit) {
+    int64_t item;
+#pragma omp atomic capture
+    item = taken++;
+    if (item >= items) return false;
+    const int64_t row = item / shares * panel_rows;
+    unit = {row, std::min(row + panel_rows, num_rows), item % shares * kBlock, 0, unit_steps};
+    return true;
+  }
+  bool next(Unit& unit) {
+    if (last(unit)) return first(unit);
+    unit.first_step += unit.steps;
+    unit.steps = std::min(unit_steps, steps - unit.first_step);
+    return true;
+  }
+  bool last(const Unit& unit) const { return unit.first_step + unit.steps == steps; }
+};
+
+// Packs the weights of a unit: the words of even outputs' rows become columns of one tile, those of
+// odd outputs' rows of another, so that the sums of two outputs that share a word are in the same
+// lane. Where there are only sixteen outputs, their columns are followed by some that nobody reads.
+void pack(const kv8_linear& l, const Unit& unit, uint8_t* to) {
+  const int64_t bytes = 2 * l.num_inputs;
+  const int64_t rows = std::min(kSide, (l.num_outputs - unit.n) / 2);
+  const auto* weight = static_cast<const uint8_t*>(l.weight) + unit.n * bytes;
+  for (int64_t step = 0; step < unit.steps; ++step)
+    for (int64_t odd = 0; odd < 2; ++odd, to += kTileBytes) {
+      const uint8_t* first = weight + odd * bytes + (unit.first_step + step) * 64;
+      const uint8_t* from[kSide];
+      for (int64_t i = 0; i < kSide; ++i) from[i] = first + (i < rows ? i : 0) * 2 * bytes;
+      U32 words[kSide];
+      load_transposed(from, kSide, words);
+      for (int64_t i = 0; i < kSide; ++i) store_words(to + 64 * i, words[i]);
+    }
+}
+
+// Asks for the next unit's weights, row after row, a few a step: what is waited for passes between.
+struct Fetching {
+  const uint8_t* row;
+  int64_t bytes, steps, step = 0, rows;
+
+  Fetching(const kv8_linear& l, const Unit& unit) : bytes(2 * l.num_inputs), steps(unit.steps) {
+    row = static_cast<const uint8_t*>(l.weight) + unit.n * bytes + unit.first_step * 64;
+    rows = steps == 0 ? 0 : std::min(kBlock, l.num_outputs - unit.n);
+  }
+  KV8_INLINE void advance(int64_t count) {
+    for (int64_t i = 0; i < count && rows > 0; ++i) {
+      prefetch(row + step * 64);
+      if (++step == steps) step = 0, row += bytes, --rows;
+    }
+  }
+};
+
+// Sums [rows][even, odd outputs] of rows [row, end) that are not finished yet.
+struct Finishing {
+  const float* sums = nullptr;
+  int64_t row = 0, end = 0, n = 0;
+
+  KV8_INLINE void advance(const kv8_linear& l, int64_t count) {
+    for (; count > 0 && row < end; --count) finish_one(l);
+  }
+  KV8_INLINE void finish_one(const kv8_linear& l) {
+    const Round<BFloat16> round;
+    F32 pair[2] = {load(sums), load(sums + kSide)};
+    const bool whole = n + kBlock <= l.num_outputs;
+    if (l.bias != nullptr) {
+      F32 bias[2];
+      const auto* at = static_cast<const uint16_t*>(l.bias) + n;
+      Widen<BFloat16>()(load_some(at, whole ? kSide : kSide / 2), bias);
+      for (int i = 0; i < 2; ++i) pair[i] = pair[i] + bias[i];
+    }
+    if (whole) finish_row<kBlock>(l, row, n, round.words(pair));
+    else finish_row<kSide>(l, row, n, round.words(pair));
+    sums += kBlock, ++row;
+  }
+};
+
+// Adds the products of two tiles of rows with two of outputs to sums that are zero at first.
+template <class Beside>
+KV8_INLINE void multiply(const uint8_t* x, int64_t x_bytes, const uint8_t* packed, int64_t steps,
+                         bool from_zero, float* sums, Beside beside) {
+  constexpr int64_t kStride = kBlock * sizeof(float);
+  float* lower = sums + kSide * kBlock;
+  if (from_zero) {
+    amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+  } else {
+    amx::load<0>(sums, kStride), amx::load<1>(sums + kSide, kStride);
+    amx::load<2>(lower, kStride), amx::load<3>(lower + kSide, kStride);
+  }
+  for (int64_t step = 0; step < steps; ++step, x += 64, packed += 2 * kTileBytes) {
+    amx::load_once<4>(x, x_bytes);
+    amx::load<6>(packed, 64);
+    amx::multiply<0, 4, 6>();
+    amx::load<7>(packed + kTileBytes, 64);
+    amx::multiply<1, 4, 7>();
+    amx::load_once<5>(x + kSide * x_bytes, x_bytes);
+    amx::multiply<2, 5, 6>();
+    amx::multiply<3, 5, 7>();
+    beside();
+  }
+  amx::store<0>(sums, kStride), amx::store<1>(sums + kSide, kStride);
+  amx::store<2>(lower, kStride), amx::store<3>(lower + kSide, kStride);
+}
+
+// A thread's part of the work.
+void work(Units& units) {
+  const kv8_linear& l = units.l;
+  alignas(64) uint8_t packed[kMostSteps * 2 * kTileBytes];
+  alignas(64) float sums[kMostRows / kBlock][kBlock * kBlock];
+  const bool kept = units.steps > units.unit_steps;
+  Finishing finishing;
+  Unit unit;
+  for (bool more = units.first(unit); more;) {
+    pack(l, unit, packed);
+    Unit next = unit;
+    more = units.next(next);
+    if (!more) next.steps = 0;
+    Fetching fetching(l, next);
+    const int64_t blocks = (unit.end - unit.row + kBlock - 1) / kBlock;
+    // Sums that are not finished are, after so many a step, before others are stored there.
+    const int64_t finished = (kBlock + unit.steps - 1) / unit.steps;
+    const int64_t fetched = kBlock * next.steps / (blocks * unit.steps) + 1;
+    for (int64_t b = 0; b < blocks; ++b) {
+      // The last rows share a block with some before them, which are done already.
+      const int64_t row = unit.row + b * kBlock, from = std::min(row, units.num_rows - kBlock);
+      float* to = sums[kept ? b : 0];
+      const auto* x = static_cast<const uint16_t*>(l.x) + from * l.x_stride;
+      multiply(reinterpret_cast<const uint8_t*>(x + unit.first_step * kInputs), 2 * l.x_stride,
+               packed, unit.steps, unit.first_step == 0, to, [&]() KV8_INLINED {
+        finishing.advance(l, finished);
+        fetching.advance(fetched);
+      });
+      if (units.last(unit))
+        finishing = {to + (row - from) * kBlock, row, std::min(row + kBlock, unit.end), unit.n};
+    }
+    unit = next;
+  }
+  finishing.advance(l, kBlock);
+}
+
+}  // namespace
+
+void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads) {
+  Units units(l, num_rows);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    amx::configure(kSide);
+    work(units);
+    amx::release();
+  }
+}
+
+}  // namespace kv8::amx
