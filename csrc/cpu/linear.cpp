@@ -137,7 +137,7 @@ void run(const kv8_linear& l, int64_t num_rows, int num_threads) {
 
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
 #if defined(KV8_AMX)
-  if (kv8_isa() == 4 && num_rows >= kv8::amx::kFewestRows && kv8::amx::takes(l))
+  if (kv8_isa() == 4 && kv8::amx::takes(l))
     return kv8::amx::linear(l, num_rows, num_threads);
 #endif
   switch (static_cast<Format>(l.dtype)) {

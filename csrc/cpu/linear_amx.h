@@ -5,8 +5,6 @@
 
 namespace kv8::amx {
 
-constexpr int64_t kFewestRows = 4;  // with fewer, reading the weight takes longer than the products
-
 // Whether the machine has the unit, the system lets us use it, and the product suits it.
 bool available();
 bool takes(const kv8_linear& l);

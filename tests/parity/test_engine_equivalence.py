@@ -18,6 +18,7 @@ of the gap; without any the difference is `FLOAT_ROUNDING` again.
 
 import pytest
 import torch
+from tests.attention_backends import kernels_or_skip
 from tests.engines import (
     first_logprobs,
     run,
@@ -54,6 +55,24 @@ def no_trend(gaps, bound) -> bool:
     """
     half = len(gaps) // 2
     return bool(gaps[half:].mean() < max(2 * gaps[:half].mean(), bound / 4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize("stored_as", ["auto", "fp8_e4m3"])
+def test_on_a_matrix_unit_not_a_bit_depends_on_how_the_work_is_cut(
+    family, stored_as, tiny_model
+) -> None:
+    if not kernels_or_skip().has_matrix_unit:
+        pytest.skip("this CPU has no matrix unit that the kernels know")
+    folder = tiny_model(family, dtype=torch.bfloat16, vocab_size=272)
+    ids = prompt_ids(300, seed=3)
+    options = {"kv_cache_dtype": stored_as, "max_num_batched_tokens": 512}
+    options |= {"max_model_len": 400, "dtype": "bfloat16", "attention_backend": "cpu"}
+    whole, *others = (
+        teacher_forced(start_engine(folder, **options), ids, chunks=chunks)
+        for chunks in ([300], [1], [7], [64], [65, 3, 200, 1])
+    )
+    assert all(torch.equal(whole, other) for other in others)
 
 
 @pytest.mark.parametrize("family", MIXED)

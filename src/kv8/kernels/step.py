@@ -99,6 +99,7 @@ class OperationStruct(ctypes.Structure):
 # Products of more rows are torch's, which repacks the weight each time and multiplies faster then.
 # Where they meet was measured: between 64 and some hundreds, whatever the instruction set.
 MOST_ROWS: Final = 64
+MOST_ROWS_ON_UNIT: Final = 1024  # where `multiplies_many_rows`
 
 Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct | StoreStruct | AttendStruct
 _KINDS: Final[dict[type, int]] = {
@@ -169,8 +170,8 @@ def can_multiply(weight: torch.Tensor) -> bool:
 def multiplies_many_rows(kernels: CpuKernels, weight: torch.Tensor) -> bool:
     """Whether native products with this weight [O, I] are fast for any number of rows.
 
-    They are on a matrix unit (`csrc/cpu/linear_amx.cpp`), and then a row's product is the same
-    however many rows there are, from four on.
+    They are on a matrix unit (`csrc/cpu/linear_amx.cpp`), and a row's product is the same bits
+    however many rows there are.
     """
     num_outputs, num_inputs = weight.shape
     return (

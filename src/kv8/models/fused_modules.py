@@ -4,7 +4,14 @@ import torch
 from torch import nn
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import MOST_ROWS, linear_struct, norm_struct, run_one
+from kv8.kernels.step import (
+    MOST_ROWS,
+    MOST_ROWS_ON_UNIT,
+    linear_struct,
+    multiplies_many_rows,
+    norm_struct,
+    run_one,
+)
 from kv8.models.decoder_parts import Norm
 from kv8.models.workspace import Workspace
 
@@ -17,17 +24,20 @@ class FusedLinear:
 
     def __init__(self, module: nn.Linear, kernels: CpuKernels, workspace: Workspace) -> None:
         self._module, self._kernels, self._workspace = module, kernels, workspace
-        self._scratch = workspace.scratch(module.in_features)
+        on_unit = multiplies_many_rows(kernels, module.weight)
+        self._most_rows = MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of ``x`` [..., I], [..., O]."""
         weight, bias = self._module.weight, self._module.bias
         rows = x.reshape(-1, x.shape[-1])
         num_rows = rows.shape[0]
-        if not 0 < num_rows <= MOST_ROWS or rows.dtype != weight.dtype or rows.stride(1) != 1:
+        if not 0 < num_rows <= self._most_rows or rows.dtype != weight.dtype or rows.stride(1) != 1:
             return nn.functional.linear(x, weight, bias)
         out = torch.empty(num_rows, weight.shape[0], dtype=x.dtype)
-        operation = linear_struct(weight, bias, rows, out, self._scratch)
+        most = MOST_ROWS if num_rows <= MOST_ROWS else self._most_rows
+        scratch = self._workspace.scratch(rows.shape[1], most)
+        operation = linear_struct(weight, bias, rows, out, scratch)
         run_one(self._kernels, operation, num_rows)
         return out.view(*x.shape[:-1], -1)
 

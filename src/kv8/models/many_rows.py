@@ -9,7 +9,13 @@ from typing import Final
 
 import torch
 
-from kv8.kernels.step import gate_struct, linear_struct, multiplies_many_rows, run_one
+from kv8.kernels.step import (
+    MOST_ROWS_ON_UNIT,
+    gate_struct,
+    linear_struct,
+    multiplies_many_rows,
+    run_one,
+)
 from kv8.models.decoder_parts import Norm
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.merged_weights import Merged
@@ -19,8 +25,6 @@ from kv8.models.workspace import Workspace
 # computed from them. For torch, which repacks a weight with each product: enough to make that up.
 _UNIT_ROWS: Final = 512
 _TORCH_ROWS: Final = 2048
-# With more rows than this torch's products are faster than those on the matrix unit. Measured.
-_MOST_ON_UNIT: Final = 1024
 
 
 class ManyRows:
@@ -46,7 +50,7 @@ class ManyRows:
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer = self._layer
-        self._native = self._has_unit and len(x) <= _MOST_ON_UNIT
+        self._native = self._has_unit and len(x) <= MOST_ROWS_ON_UNIT
         qkv = self._space.many_rows("qkv", len(x), layer.qkv.weight.shape[0])
         angles = None if cos_sin is None else self._space.angles(cos_sin)
         for rows in self._blocks(len(x)):
