@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kv8.engine.token_mask import TokenMask
-from kv8.errors import EngineError, RequestError
+from kv8.errors import RequestError
 from kv8.structured_outputs import StructuredOutputsParams
 
 # Between two parts of a JSON text: a blank, or a line break and an indentation. Models that have
@@ -93,9 +93,9 @@ class _GrammarMask:
         self._num_taken = len(output_token_ids)
         bias = matcher.compute_logit_bias()  # a byte a token, not 0 where it is allowed
         if matcher.is_error():
-            raise EngineError(
-                f"The structured output could not be followed beyond {self._num_taken} tokens: "
-                f"{matcher.get_error()}"
+            raise RequestError(
+                f"the form could not be followed beyond token {self._num_taken} of the output: "
+                f"{_reason(matcher.get_error())}."
             )
         return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
@@ -117,9 +117,13 @@ def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
     except ValueError as error:
         failure = str(error)
     if failure:
-        reason = " ".join(failure.split()).rstrip(".")  # some draw an arrow under the place
-        raise RequestError(f"{_name(form)} cannot be followed: {reason}.")
+        raise RequestError(f"{_name(form)} cannot be followed: {_reason(failure)}.")
     return matcher
+
+
+def _reason(failure: str) -> str:
+    """Return what llguidance says of a failure in a line; some draw an arrow under the place."""
+    return " ".join(failure.removesuffix("<non-verbose/>").split()).rstrip(".")
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
