@@ -120,6 +120,28 @@ def test_any_json_object() -> None:
     assert end() in mask.allowed(tokens('{"a": [1, null, {"b": "é"}]}')).nonzero()
 
 
+@pytest.mark.parametrize(
+    ("regex", "text", "other"),
+    [
+        (r"\d+", "2026", "٣"),
+        (r"[\d.]+", "20.26", "🯸"),
+        (r"[\d-]x", "-x", "é"),
+        (r"[^\d]", "é", "1"),
+        (r"\w+", "a_9", "é"),
+        (r"\D", "٣", "3"),
+        (r"a\sb", "a\tb", "a\u2003b"),
+        (r"[\S]", "é", " "),
+        (r"\\d", "\\d", "1"),
+        (r"\\\d", "\\1", "\\d"),
+    ],
+)
+def test_classes_of_regular_expressions_are_ascii(regex: str, text: str, other: str) -> None:
+    compiled = grammars()
+    assert compiled.open(form(regex=regex)).allowed(tokens(text))[end()]
+    with pytest.raises(RequestError):
+        compiled.open(form(regex=regex)).allowed(tokens(other))
+
+
 def test_blanks_in_json_come_to_an_end() -> None:
     mask = grammars().open(form(json_object=True))
     assert {" ", "\n", '"'} <= texts(mask.allowed(tokens("{")))
