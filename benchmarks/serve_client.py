@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve_work import Work, make_work
 
@@ -121,7 +122,7 @@ async def connection(port: int, body: dict[str, object]) -> AsyncIterator[asynci
         writer.transport.abort()
 
 
-async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, object]]:
+async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
     """Give the events of a stream; the framing of its chunks needs no attention for that."""
     while line := await reader.readline():
         if line.startswith(b"data: {"):

@@ -48,14 +48,14 @@ class Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def next(self) -> dict[str, Any]:
-        """Return the next event."""
+    def next(self, field: str) -> dict[str, Any]:
+        """Return the next event that has ``field``; others before it are passed over."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"serve_load: a process ended early (exit code {self.process.wait()})")
-        event: dict[str, Any] = json.loads(line)
-        return event
+        for line in self.process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if field in event:
+                return event
+        raise SystemExit(f"serve_load: a process ended early (exit code {self.process.wait()})")
 
     def send(self, line: object) -> None:
         """Write a line to the process."""
@@ -109,12 +109,14 @@ def measure(args: argparse.Namespace) -> Report:
     report = Report("serve_load", f"{args.model} behind kv8 serve, and called directly.")
     facts = {"model": args.model, "clients": args.clients, "loop_seconds": args.seconds,
              "requests_a_round": args.requests, **options}  # fmt: skip
-    offline, server = Child("offline", settings), Child("server", settings)
-    try:
-        offline.next()
-        port = int(server.next()["said"].split(",")[0].rpartition(":")[2])
-        assert server.next()["said"] == "ready"
-        with Conditions([Path(sys.argv[0]).name, *sys.argv[1:]], seed=args.seed, more=facts) as at:
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    # From before the processes begin until they have ended: only then is their time known as ours.
+    with Conditions(command, seed=args.seed, more=facts) as at:
+        offline, server = Child("offline", settings), Child("server", settings)
+        try:
+            offline.next("ready")
+            port = int(server.next("said")["said"].split(",")[0].rpartition(":")[2])
+            assert server.next("said")["said"] == "ready"
             compare(report, args, offline, port, vocab_size)
             with Memory(server.process.pid) as memory:
                 loop = run_closed_loop(
@@ -122,11 +124,12 @@ def measure(args: argparse.Namespace) -> Report:
                     seed=args.seed, vocab_size=vocab_size,
                 )  # fmt: skip
                 outcomes = asyncio.run(loop)
-        code = server.stop()
-        end = server.next()
-    finally:
-        for child in (offline, server):
-            child.process.kill()
+            code = server.stop()
+            end = server.next("used_blocks")
+        finally:
+            for child in (offline, server):
+                child.process.kill()
+                child.process.wait()
     report.conditions = at.facts
     describe(report, outcomes, memory, end | {"exit_code": code})
     report.warnings += at.warnings
@@ -142,7 +145,7 @@ def compare(
     for number in range(args.repeats + 1):
         say(f"round {number} of {args.repeats}")
         offline.send(number)
-        done = offline.next()
+        done = offline.next("seconds")
         work = round_of_work(args.seed, number, args.requests, vocab_size)
         took, outcomes = asyncio.run(run_round(port, work, args.clients))
         tokens = outcomes.tokens
@@ -211,14 +214,8 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     report = measure(args)
     found = report.as_json()
-    print(json.dumps(found, indent=1) if args.json else table(found))
+    print(json.dumps(found, indent=1) if args.json else text_table(found))
     return 1 if report.figures["errors"] or report.figures["blocks_used_at_the_end"] else 0
-
-
-def table(found: dict[str, Any]) -> str:
-    """Return the report for a terminal."""
-    figures = "\n".join(f"{name}: {value:,.4g}" for name, value in found["figures"].items())
-    return f"{text_table(found)}\n\n{figures}"
 
 
 if __name__ == "__main__":

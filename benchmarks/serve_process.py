@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from typing import Any
-from unittest import mock
 
 from serve_work import round_of_work
 
@@ -33,14 +32,13 @@ def serve(settings: dict[str, Any]) -> int:
     """Serve; at the end, tell what the engine still holds, which should be nothing."""
     engines: list[Engine] = []
 
-    def start(options: EngineOptions) -> Engine:
+    def start(options: EngineOptions) -> Engine:  # remembers the engine, to be looked into
         engines.append(start_engine(options))
         return engines[-1]
 
     options = EngineOptions(model=settings["model"], **settings["options"])
     server = ServerSettings(port=0, **settings["server"])
-    with mock.patch.object(run, "start_engine", start):  # the engine, to be looked into
-        code = run.serve(options, server, say=lambda line: tell(said=line))
+    code = run.serve(options, server, say=lambda line: tell(said=line), make_engine=start)
     [engine] = engines
     engine.check_invariants()
     cache = engine.cache

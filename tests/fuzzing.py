@@ -3,10 +3,12 @@
     python -m tests.fuzzing [--seconds 300] [MODEL]
 
 Anything but a 5xx, a hang, an answer unlike the document, or a lost block will do. Without a model
-a tiny one is made on the spot, on which five minutes are tens of thousands of requests.
+a tiny one is made on the spot. All time goes to what takes a body; what is only asked for would
+else get most of it, being answered so fast, and is fuzzed in tests/integration/server.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,11 +16,13 @@ from pathlib import Path
 
 from tests.served import Served, serving
 from tests.tiny_models import save_model
+from tests.tool_templates import WRAPPED
 
 # A value may be of the right type and still be refused: a prompt that is too long, a schema that
 # cannot be followed. The document cannot say so, and this check takes it for a mistake.
 LEFT_OUT = "positive_data_acceptance"
 REQUEST_SECONDS = 60
+ROOT = Path(__file__).parents[1]
 
 
 def fuzz(served: Served, *words: object) -> "subprocess.CompletedProcess[str]":
@@ -26,31 +30,41 @@ def fuzz(served: Served, *words: object) -> "subprocess.CompletedProcess[str]":
     command = [
         "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color",
         "--exclude-checks", LEFT_OUT, "--request-timeout", str(REQUEST_SECONDS),
-        "--suppress-health-check", "all", *map(str, words),
+        "--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing",
+        *map(str, words),
     ]  # fmt: skip
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    hooks = {"SCHEMATHESIS_HOOKS": "tests.fuzzing_hooks", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as scratch:  # it leaves a cache where it runs
+        return subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=False,
+            cwd=scratch, env=os.environ | hooks,
+        )  # fmt: skip
 
 
 def main() -> int:
     """Fuzz for some time; the exit code is schemathesis's, or 1 if something was left behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--seconds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or save_model(Path(scratch) / "tiny")
-        with serving(folder, max_model_len=256) as served:
+        template = Path(scratch) / "template.jinja"
+        template.write_text(WRAPPED, encoding="utf-8")
+        with serving(folder, max_model_len=512, chat_template=str(template)) as served:
             run = fuzz(
                 served, "--max-time", args.seconds, "--seed", args.seed, "--workers", 4,
-                "--max-examples", 1_000_000, "--continue-on-failure", "--generation-database", "none",
+                "--max-examples", 1_000_000, "--continue-on-failure",
+                "--generation-database", "none", "--include-method", "POST",
             )  # fmt: skip
             print(run.stdout, run.stderr, sep="\n")
             served.until(lambda: served.state.engine.is_idle)
             left = served.blocks_in_use()
-            failed = served.on_engine(lambda engine: engine.counters.failed_steps)
-    print(f"blocks in use at the end: {left}; failed steps: {failed}")
-    return run.returncode or int(bool(left or failed))
+            counters = served.on_engine(lambda engine: engine.counters)
+    ended = ", ".join(f"{number} by {reason}" for reason, number in counters.finished.items())
+    print(f"sequences ended: {ended}; blocks in use: {left}; failed steps: {counters.failed_steps}")
+    return run.returncode or int(bool(left or counters.failed_steps))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class CompletionOutput:
             ``error``; `None` while running.
         stop_reason: the stop string or stop token that ended it; `None` for the end token.
         error: what failed, if it ended with ``error``.
+        refused: whether that lay in what was asked for, not in the engine.
     """
 
     index: int
@@ -39,6 +40,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
 
 
 @dataclass

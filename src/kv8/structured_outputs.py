@@ -20,7 +20,8 @@ class StructuredOutputsParams:
     Attributes:
         json: a JSON schema, as a dictionary or as text; kept as text.
         json_object: whether the output must be a JSON object, whatever is in it.
-        regex: an expression that the whole output matches; without look-around.
+        regex: an expression that the whole output matches, without look-around; ``\\d``, ``\\w``
+            and ``\\s`` are ASCII.
         choice: texts of which the output is one.
         grammar: a grammar in llguidance's variant of Lark.
 

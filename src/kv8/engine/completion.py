@@ -92,13 +92,14 @@ class Completion:
             return "stop"
         return "length" if self.request.reached_max_tokens else None
 
-    def end(self, reason: FinishReason, *, error: str | None = None) -> None:
-        """Close the output; ``error`` says what failed."""
+    def end(self, reason: FinishReason, *, error: str | None = None, refused: bool = False) -> None:
+        """Close the output; ``error`` says what failed, ``refused`` whether by the user's fault."""
         if reason != "error" and not isinstance(self.output.stop_reason, str):
             self._text.finish()
         self.output.text = self._text.text
         self.output.finish_reason = reason
         self.output.error = error
+        self.output.refused = refused
 
 
 class CompletionGroup:

@@ -251,7 +251,8 @@ class Engine:
 
     def _accept(self, completion: Completion, outcome: SampledToken) -> None:
         if outcome.error is not None:
-            self._end(completion, "error", outcome.error)
+            refused = isinstance(outcome.error, RequestError)
+            self._end(completion, "error", str(outcome.error), refused=refused)
             return
         try:
             reason = completion.accept(outcome)
@@ -262,11 +263,18 @@ class Engine:
         if reason is not None:
             self._end(completion, reason)
 
-    def _end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self,
+        completion: Completion,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
         self.scheduler.finish(completion.request, reason)
         self._roster.end(completion)
         self.counters.count_finished(completion.request, reason)
-        completion.end(reason, error=error)
+        completion.end(reason, error=error, refused=refused)
 
     def _fail(self, chunks: Sequence[ScheduledChunk], error: BaseException) -> list[RequestOutput]:
         """End the requests that ``error`` concerns: those of the step, or if none were picked

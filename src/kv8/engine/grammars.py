@@ -4,6 +4,7 @@ llguidance is an extra and is imported when the first form is compiled.
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from kv8.engine.token_mask import TokenMask
-from kv8.errors import EngineError, RequestError
+from kv8.errors import RequestError
 from kv8.structured_outputs import StructuredOutputsParams
 
 # Between two parts of a JSON text: a blank, or a line break and an indentation. Models that have
@@ -24,6 +25,10 @@ JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False}
 # By default 2,000, which an object of 500 optional properties exceeds; with 3,000 of them a mask
 # takes 3 ms. The other limits stay: they bound what a form can make everyone else wait.
 _MOST_ITEMS = 20_000
+# llguidance reads these as Unicode does, where a digit may be one of 700 characters. Whoever writes
+# [0-9] in this short way means what it means in a JSON schema's pattern, and in vLLM.
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _NUM_KEPT = 64  # compiled forms; clients send the same few again and again
 
 
@@ -93,9 +98,9 @@ class _GrammarMask:
         self._num_taken = len(output_token_ids)
         bias = matcher.compute_logit_bias()  # a byte a token, not 0 where it is allowed
         if matcher.is_error():
-            raise EngineError(
-                f"The structured output could not be followed beyond {self._num_taken} tokens: "
-                f"{matcher.get_error()}"
+            raise RequestError(
+                f"the form could not be followed beyond token {self._num_taken} of the output: "
+                f"{_reason(matcher.get_error())}."
             )
         return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
@@ -117,9 +122,13 @@ def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
     except ValueError as error:
         failure = str(error)
     if failure:
-        reason = " ".join(failure.split()).rstrip(".")  # some draw an arrow under the place
-        raise RequestError(f"{_name(form)} cannot be followed: {reason}.")
+        raise RequestError(f"{_name(form)} cannot be followed: {_reason(failure)}.")
     return matcher
+
+
+def _reason(failure: str) -> str:
+    """Return what llguidance says of a failure in a line; some draw an arrow under the place."""
+    return " ".join(failure.removesuffix("<non-verbose/>").split()).rstrip(".")
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
@@ -130,7 +139,7 @@ def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
     elif form.json_object:
         text = matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
     elif form.regex is not None:
-        text = matcher.grammar_from_regex(form.regex)
+        text = matcher.grammar_from_regex(_with_ascii_classes(form.regex))
     elif form.choice is not None:
         # A string of Lark is written as one of JSON is.
         quoted = [json.dumps(text, ensure_ascii=False) for text in form.choice]
@@ -138,6 +147,18 @@ def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:
     else:
         text = matcher.grammar_from_lark(form.grammar)
     return text
+
+
+def _with_ascii_classes(regex: str) -> str:
+    """Return ``regex`` with ``\\d``, ``\\w``, ``\\s`` and their opposites spelled out, in ASCII."""
+
+    def spell(escape: re.Match[str]) -> str:
+        members = _CLASSES.get(escape[1].lower())
+        if members is None:
+            return escape[0]
+        return f"[{members}]" if escape[1].islower() else f"[^{members}]"
+
+    return _ESCAPE.sub(spell, regex)
 
 
 def _name(form: StructuredOutputsParams) -> str:

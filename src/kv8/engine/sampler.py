@@ -16,7 +16,7 @@ from kv8.engine.logprobs import token_logprobs
 from kv8.engine.penalties import Penalties
 from kv8.engine.token_mask import TokenMask
 from kv8.engine.truncation import keep_min_p, keep_top_k, keep_top_p
-from kv8.errors import EngineError
+from kv8.errors import EngineError, KV8Error, RequestError
 from kv8.outputs import Logprob
 from kv8.sampling_params import SamplingParams
 
@@ -83,7 +83,7 @@ class SamplingState:
         """Apply penalties, mask and bans to ``logits`` (float32 [V]) in place.
 
         Raises:
-            EngineError: the mask cannot be made.
+            RequestError: the mask cannot be made.
         """
         if self._penalties is not None:
             self._penalties.apply(logits, self._token_ids)
@@ -119,12 +119,13 @@ class SampledToken:
     Attributes:
         token_id: the chosen token; `None` if there was no choosing.
         logprobs: what the parameters asked for, `None` if nothing.
-        error: why no token could be chosen, for the user; `None` if one was.
+        error: why no token could be chosen; `None` if one was. A `RequestError` if that lies in
+            what was asked for.
     """
 
     token_id: int | None
     logprobs: dict[int, Logprob] | None = None
-    error: str | None = None
+    error: KV8Error | None = None
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
@@ -142,15 +143,17 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         return []
     # NaN wins a maximum, so one reduction finds the best tokens, NaN, +inf, and rows of only -inf.
     peaks, best = logits.max(dim=1)
-    errors = [
-        None if math.isfinite(peak) else f"the model's logits have no finite maximum ({peak})"
+    errors: list[KV8Error | None] = [
+        None
+        if math.isfinite(peak)
+        else EngineError(f"the model's logits have no finite maximum ({peak})")
         for peak in peaks.tolist()
     ]
     adjusted = _adjusted(logits, states, errors)
     if adjusted is not logits:
         peaks, best = adjusted.max(dim=1)
         errors = [
-            error or (None if math.isfinite(peak) else _NOTHING_LEFT)
+            error or (None if math.isfinite(peak) else RequestError(_NOTHING_LEFT))
             for error, peak in zip(errors, peaks.tolist(), strict=True)
         ]
     sound = [error is None for error in errors]
@@ -163,7 +166,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
 
 
 def _adjusted(
-    logits: torch.Tensor, states: Sequence[SamplingState], errors: list[str | None]
+    logits: torch.Tensor, states: Sequence[SamplingState], errors: list[KV8Error | None]
 ) -> torch.Tensor:
     """Return ``logits`` [R, V] after penalties, masks and bans: a copy, unless no row has any.
 
@@ -176,8 +179,8 @@ def _adjusted(
     for row in rows:
         try:
             states[row].adjust(logits[row])
-        except EngineError as error:
-            errors[row] = errors[row] or str(error)
+        except RequestError as error:
+            errors[row] = errors[row] or error
     return logits
 
 

@@ -23,6 +23,6 @@ class TokenMask(Protocol):
         output may only have grown, by tokens that were allowed.
 
         Raises:
-            EngineError: it cannot be said; for the user, of this sequence alone.
+            RequestError: what was asked for cannot be followed any further.
         """
         ...

@@ -70,6 +70,7 @@ class _Cursor:
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             error=completion.error,
+            refused=completion.refused,
         )
         self._num_tokens = len(completion.token_ids)
         self._num_characters = len(completion.text)

@@ -115,6 +115,7 @@ async def whole_answer(mailbox: Mailbox) -> list[ChoiceDelta]:
     """Return all choices of an answer once all have ended, and close the mailbox.
 
     Raises:
+        RequestError: one of them failed over what was asked for.
         EngineError: one of them failed.
     """
     try:
@@ -127,7 +128,9 @@ async def whole_answer(mailbox: Mailbox) -> list[ChoiceDelta]:
 
 
 def require_sound(choice: ChoiceDelta) -> None:
-    """Raise `EngineError` if ``choice`` has ended with an error."""
+    """Raise `EngineError` if ``choice`` has ended with an error, or `RequestError`."""
+    if choice.refused:
+        raise RequestError(f"The request cannot be served: {choice.error}")
     if choice.finish_reason in ("error", "abort"):
         raise EngineError(f"The request failed in the engine: {choice.error or 'it was aborted'}")
 

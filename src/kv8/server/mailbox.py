@@ -28,6 +28,7 @@ class ChoiceDelta:
         finish_reason: why it ended, if it has.
         stop_reason: the stop string or stop token that ended it.
         error: what failed, if it ended with ``error``.
+        refused: whether that lay in what was asked for.
     """
 
     index: int
@@ -37,6 +38,7 @@ class ChoiceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
 
     def __add__(self, later: "ChoiceDelta") -> "ChoiceDelta":
         logprobs = self.logprobs
@@ -50,6 +52,7 @@ class ChoiceDelta:
             finish_reason=later.finish_reason,
             stop_reason=later.stop_reason,
             error=later.error,
+            refused=later.refused,
         )
 
 

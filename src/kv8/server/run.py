@@ -25,13 +25,20 @@ logger = logging.getLogger(__name__)
 _CUT_OFF = 1  # requests that had been accepted were not finished
 
 
-def serve(options: EngineOptions, settings: ServerSettings, *, say: Callable[[str], None]) -> int:
+def serve(
+    options: EngineOptions,
+    settings: ServerSettings,
+    *,
+    say: Callable[[str], None],
+    make_engine: Callable[[EngineOptions], Engine] = start_engine,
+) -> int:
     """Serve until a signal ends it; return the program's exit code.
 
     Args:
         options: of the engine.
         settings: of the server.
         say: tells whoever started it how it goes, in a line.
+        make_engine: makes the engine, on the thread that will own it.
 
     Raises:
         KV8Error: the start failed; before the port was opened if it could be known by then.
@@ -50,7 +57,8 @@ def serve(options: EngineOptions, settings: ServerSettings, *, say: Callable[[st
             settings.host,
         )
     say(f"listening on {listener.url}, loading {options.model}")
-    return asyncio.run(_run(options, settings, plan, listener, say))
+    state = make_state(options, settings, plan, make_engine)
+    return asyncio.run(_run(state, listener, say))
 
 
 def make_state(
@@ -73,19 +81,12 @@ def make_state(
     )
 
 
-async def _run(
-    options: EngineOptions,
-    settings: ServerSettings,
-    plan: Plan,
-    listener: Listener,
-    say: Callable[[str], None],
-) -> int:
-    state = make_state(options, settings, plan)
+async def _run(state: ServerState, listener: Listener, say: Callable[[str], None]) -> int:
     life = Lifecycle(
         make_app(state),
         state.engine,
         listener,
-        drain_timeout=settings.drain_timeout,
+        drain_timeout=state.settings.drain_timeout,
         say=say,
     )
     try:

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import BadRequestError
+from openai import APIError, BadRequestError
 from tests.served import Served, serving
 from tests.tiny_models import TinyModel
+
+from kv8.engine import grammars
 
 SCHEMA = {
     "type": "object",
@@ -144,6 +146,20 @@ def refused(served: Served, param: str, said: str, **fields: Any) -> None:
     assert error.param.startswith(param)
     assert said in error.message
     assert error.type == "invalid_request_error"
+    assert served.blocks_in_use() == 0
+
+
+def test_a_form_that_becomes_too_complex_on_the_way_is_refused_then(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_MOST_ITEMS", 50)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(100)}}
+    with pytest.raises(BadRequestError, match="could not be followed beyond token 1") as caught:
+        chat(served, response_format=json_schema(wide))
+    assert caught.value.type == "invalid_request_error"
+    with pytest.raises(APIError, match="could not be followed beyond token 1") as late:
+        list(chat(served, response_format=json_schema(wide), stream=True))
+    assert late.value.type == "invalid_request_error"
     assert served.blocks_in_use() == 0
 
 

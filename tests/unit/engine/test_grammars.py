@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kv8.engine.grammars import Grammars
-from kv8.errors import EngineError, RequestError
+from kv8.errors import RequestError
 from kv8.structured_outputs import StructuredOutputsParams
 
 TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
@@ -104,7 +104,7 @@ def test_masks_of_one_form_go_their_own_ways() -> None:
 def test_a_token_that_was_not_allowed_is_told_and_stays_told() -> None:
     mask = grammars().open(form(choice=["cat"]))
     for _ in range(2):
-        with pytest.raises(EngineError, match="could not be followed beyond 1 tokens"):
+        with pytest.raises(RequestError, match="could not be followed beyond token 1 of the"):
             mask.allowed(tokens("x"))
 
 
@@ -118,6 +118,28 @@ def test_any_json_object() -> None:
     mask = grammars().open(form(json_object=True))
     assert texts(mask.allowed([])) == {"{"}
     assert end() in mask.allowed(tokens('{"a": [1, null, {"b": "é"}]}')).nonzero()
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "other"),
+    [
+        (r"\d+", "2026", "٣"),
+        (r"[\d.]+", "20.26", "🯸"),
+        (r"[\d-]x", "-x", "é"),
+        (r"[^\d]", "é", "1"),
+        (r"\w+", "a_9", "é"),
+        (r"\D", "٣", "3"),
+        (r"a\sb", "a\tb", "a\u2003b"),
+        (r"[\S]", "é", " "),
+        (r"\\d", "\\d", "1"),
+        (r"\\\d", "\\1", "\\d"),
+    ],
+)
+def test_classes_of_regular_expressions_are_ascii(regex: str, text: str, other: str) -> None:
+    compiled = grammars()
+    assert compiled.open(form(regex=regex)).allowed(tokens(text))[end()]
+    with pytest.raises(RequestError):
+        compiled.open(form(regex=regex)).allowed(tokens(other))
 
 
 def test_blanks_in_json_come_to_an_end() -> None:

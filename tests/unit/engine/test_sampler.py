@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kv8.engine.sampler import SamplingState, sample, sequence_seed
-from kv8.errors import EngineError
+from kv8.errors import EngineError, RequestError
 from kv8.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -222,7 +222,8 @@ def test_broken_logits_end_the_row_and_no_other(poison: float, temperature: floa
     outcome = sample(given, [state(params, seed=i) for i in range(3)])
     assert outcome[1].token_id is None
     assert outcome[1].logprobs is None
-    assert "no finite maximum" in (outcome[1].error or "")
+    assert isinstance(outcome[1].error, EngineError)
+    assert "no finite maximum" in str(outcome[1].error)
     for row in (0, 2):
         assert outcome[row].error is None
         assert outcome[row] == sample(given[row : row + 1], [state(params, seed=row)])[0]
@@ -280,7 +281,7 @@ class Only:
 
 class Broken:
     def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
-        raise EngineError("too complex")
+        raise RequestError("too complex")
 
 
 def test_a_mask_leaves_only_what_it_allows() -> None:
@@ -318,11 +319,12 @@ def test_a_mask_that_fails_fails_its_row_alone() -> None:
     plain = state(SamplingParams(temperature=0))
     outcomes = sample(given, [plain, state(SamplingParams(), mask=Broken()), plain])
     assert outcomes[1].token_id is None
-    assert outcomes[1].error == "too complex"
+    assert isinstance(outcomes[1].error, RequestError)
+    assert str(outcomes[1].error) == "too complex"
     assert [outcomes[i].token_id for i in (0, 2)] == given[[0, 2]].argmax(dim=1).tolist()
 
 
 def test_a_mask_that_allows_nothing_is_an_error() -> None:
     [outcome] = sample(logits(), [state(SamplingParams(), mask=Only())])
     assert outcome.token_id is None
-    assert "no token is left" in outcome.error
+    assert "no token is left" in str(outcome.error)

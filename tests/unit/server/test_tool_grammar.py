@@ -4,7 +4,7 @@ import pytest
 from tests.text_tokenizers import byte_level
 
 from kv8.engine.grammars import Grammars
-from kv8.errors import EngineError
+from kv8.errors import RequestError
 from kv8.server.protocol.tools import FunctionDefinition
 from kv8.server.tool_format import ToolFormat
 from kv8.server.tool_grammar import call_grammar
@@ -41,7 +41,7 @@ def accepts(text: str, style: ToolFormat, *, tools=(LOOK, TELL), added=None, **h
     mask = compiled.open(StructuredOutputsParams(grammar=grammar))
     try:
         return bool(mask.allowed(tokenizer.encode(text, add_special_tokens=False))[end])
-    except EngineError:
+    except RequestError:
         return False
 
 

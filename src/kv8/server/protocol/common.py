@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from kv8.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv8.server.mailbox import Usage
@@ -11,6 +12,7 @@ from kv8.server.protocol.text import require_text
 
 MOST_CHOICES = 128  # as OpenAI has it
 LARGEST_SEED = 2**63 - 1
+_ABOUT = ("title", "description", "default")  # of a field, whatever type it has
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = str | list[str] | None
@@ -104,6 +106,19 @@ class GenerationRequest(Body):
             for name, value in body.items()
             if name not in cls.refused and not (value is None and name in cls.model_fields)
         }
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Describe the fields, with null for each that may be left out: `_refuse` takes both."""
+        described = handler.resolve_ref_schema(handler(core))
+        required = described.get("required", ())
+        for name, field in described["properties"].items():
+            if name not in required and {"type": "null"} not in field.get("anyOf", ()):
+                told = {key: field.pop(key) for key in _ABOUT if key in field}
+                described["properties"][name] = {"anyOf": [field, {"type": "null"}]} | told
+        return described
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationRequest":
