@@ -63,8 +63,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
             os.close(lock)
     except OSError as error:
         raise OutputError(
-            f"{folder} cannot be written: {error.strerror or error}. Nothing was left behind; free "
-            f"some space or choose another place, and try again."
+            f"{folder} cannot be written: {error.strerror or error}. Nothing was left behind; make "
+            f"room or choose another place, and try again."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -6,7 +6,6 @@ from if every fact is the same, so that the outcome is that of an uninterrupted 
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -45,6 +44,7 @@ class PartialResult:
 
     def __init__(self, output: Path, facts: Mapping[str, str]) -> None:
         self.path = output.with_name(f".{output.name}.partial")
+        self._output = output
         self.num_done = 0
         self.samples: Samples | None = None
         self.observations: Observations | None = None
@@ -53,25 +53,30 @@ class PartialResult:
         if self.path.exists():
             self._load()
 
-    def save(self, samples: Samples, observations: Observations, num_done: int) -> None:
-        """Write the state after ``num_done`` samples, whole or not at all.
+    def save(self, samples: Samples, observations: Observations, num_done: int) -> bool:
+        """Write the state after ``num_done`` samples, whole or not at all; say whether it worked.
 
         A full disk is a warning: what was computed is still in memory.
         """
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
         tokens = torch.tensor([token for sample in samples for token in sample], dtype=torch.int32)
         facts = json.dumps({**self._facts, "num_done": str(num_done)})
         try:
             observations.save(
-                temporary, extra={"lengths": lengths, "tokens": tokens}, facts={"partial": facts}
+                self.path, extra={"lengths": lengths, "tokens": tokens}, facts={"partial": facts}
             )
-            temporary.replace(self.path)
-        except OSError as error:
-            logger.warning("The progress could not be saved to %s: %s.", self.path, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the work is worth more
+            why = error.strerror if isinstance(error, OSError) else repr(error)
+            logger.warning(
+                "The progress could not be saved beside %s: %s. What an interruption now would "
+                "lose must be measured again.",
+                self._output,
+                why,
+            )
+            return False
         finally:
-            temporary.unlink(missing_ok=True)
-        self._last_save = time.monotonic()
+            self._last_save = time.monotonic()
+        return True
 
     def save_now_and_then(
         self, samples: Samples, observations: Observations, num_done: int

@@ -1,11 +1,14 @@
 """Progress that survives an interruption: exact, checked, and never mistaken for another's."""
 
+import errno
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tests.observing import same
 
 from kv8.calibration.interrupts import held_interrupts
@@ -61,13 +64,33 @@ def test_a_damaged_file_is_refused_with_a_way_out(tmp_path: Path, content: bytes
 def test_a_full_disk_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    assert not PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
+    told = (
+        r"saved beside .*out: \.out\.partial takes .* KiB: No space left on device \(.* are free\)"
+    )
+    assert re.search(told, caplog.text)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error"), MemoryError(), ValueError("odd")])
+def test_whatever_goes_wrong_while_saving_the_work_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(Observations, "save", fail)
-    PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
-    assert "No space left on device" in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("kv8.calibration.partial._SECONDS_BETWEEN_SAVES", -1.0)
+    PartialResult(tmp_path / "out", FACTS).save_now_and_then(SAMPLES, seen(), 2)
+    assert "could not be saved" in caplog.text
+    assert repr(error) in caplog.text
 
 
 def test_an_interrupt_waits_for_the_end_of_what_must_be_whole() -> None:
