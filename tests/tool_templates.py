@@ -13,9 +13,7 @@ _TURNS = """\
 _CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
 _EACH = "{% for c in m.tool_calls %}{% if not loop.first %}BETWEEN{% endif %}CALL{% endfor %}"
 
-_WRAPPED = _EACH.replace("BETWEEN", '{{ "\\n" }}').replace(
-    "CALL", f"<tool_call>\n{_CALL}\n</tool_call>"
-)
+_WRAPPED = _EACH.replace("BETWEEN", '{{ "\\n" }}').replace("CALL", f"<tool_call>\n{_CALL}\n</tool_call>")
 _LISTED = f"[CALLS] [{_EACH.replace('BETWEEN', ', ').replace('CALL', _CALL)}]"
 _BARE = (
     "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"

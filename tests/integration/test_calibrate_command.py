@@ -193,10 +193,14 @@ def test_data_and_output_are_asked_for(tiny_model, texts, tmp_path):
         assert f"Missing option '{missing}'" in result.err
 
 
-def test_an_interrupt_ends_with_130_and_the_same_command_goes_on(
-    tiny_model, texts, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_an_interrupt_has_its_exit_code_and_the_same_command_goes_on(
+    number, code, word, tiny_model, texts, tmp_path, monkeypatch
 ):
-    """Ctrl-C after three of eight samples; what comes out in the end is as if it never was."""
+    """Ctrl-C or SIGTERM after three of eight samples; what comes out in the end is as if it never was."""
     command = ("calibrate", tiny_model(), "--data", texts, *SMALL)
     assert kv8(*command, "--output", tmp_path / "whole").code == 0
 
@@ -208,17 +212,18 @@ def test_an_interrupt_ends_with_130_and_the_same_command_goes_on(
         def interrupting(num_done: int) -> None:
             on_batch(num_done)
             if num_done == 3 and len(starts) == 1:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
         real(*args, on_batch=interrupting, start=start, **options)
 
     monkeypatch.setattr(observing, "collect", collect)
     output = tmp_path / "scales"
     result = kv8(*command, "--output", output)
-    assert (result.code, result.out) == (130, "")
+    assert (result.code, result.out) == (code, "")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "Stopped after 3 of 8 samples" in result.err
     assert "the same command goes on from there" in result.err
-    assert result.err.endswith("kv8: interrupted\n")
+    assert result.err.endswith(f"kv8: {word}\n")
     assert not output.exists()
     assert _left(tmp_path) == [".scales.partial", "texts.txt", "whole"]
 

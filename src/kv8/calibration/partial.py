@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from safetensors import safe_open
 
+from kv8.calibration.interrupts import held_interrupts
 from kv8.calibration.observations import Observations
 from kv8.errors import ModelError, RequestError
 
@@ -62,9 +63,12 @@ class PartialResult:
         tokens = torch.tensor([token for sample in samples for token in sample], dtype=torch.int32)
         facts = json.dumps({**self._facts, "num_done": str(num_done)})
         try:
-            observations.save(
-                self.path, extra={"lengths": lengths, "tokens": tokens}, facts={"partial": facts}
-            )
+            with held_interrupts():  # whoever presses ctrl-C twice means no less to keep it
+                observations.save(
+                    self.path,
+                    extra={"lengths": lengths, "tokens": tokens},
+                    facts={"partial": facts},
+                )
         except Exception as error:  # noqa: BLE001 - whatever it is, the work is worth more
             why = error.strerror if isinstance(error, OSError) else repr(error)
             logger.warning(

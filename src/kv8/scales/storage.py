@@ -24,13 +24,13 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     Raises:
         OSError: it cannot be written; see `explained_failures`.
     """
-    pieces = [memoryview(piece) for piece in pieces]
+    views = [memoryview(piece) for piece in pieces]
     temporary = path.with_name(f"{temporary_prefix(path)}{os.getpid()}.tmp")
     try:
-        with explained_failures(path, sum(piece.nbytes for piece in pieces)):
+        with explained_failures(path, sum(view.nbytes for view in views)):
             with temporary.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+                for view in views:
+                    file.write(view)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -75,4 +75,4 @@ def _raw(tensor: torch.Tensor) -> memoryview:
     endian, as the format wants it.
     """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)

@@ -162,10 +162,6 @@ def test_a_form_gives_what_it_gives_without_a_server(served: Served, llm: LLM) -
     [expected] = llm.generate(prompt, params, use_tqdm=False)
     described = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}}
     answer = served.openai().completions.create(
-        model=served.state.model_name,
-        prompt=prompt,
-        max_tokens=200,
-        seed=9,
-        extra_body={"response_format": described},
+        model=served.state.model_name, prompt=prompt, max_tokens=200, seed=9, extra_body={"response_format": described}
     )
     assert answer.choices[0].text == expected.outputs[0].text

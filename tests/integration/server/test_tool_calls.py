@@ -171,3 +171,4 @@ def test_a_template_without_tools_refuses_them(without_tools: Served) -> None:
     with pytest.raises(BadRequestError) as caught:
         chat(without_tools, messages=[*MESSAGES, result], tools=None, extra_body={})
     assert caught.value.param == "messages"
+

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from tests.observing import same
 
-from kv8.calibration.interrupts import held_interrupts
+from kv8.calibration.interrupts import Terminated, held_interrupts, raised_termination
 from kv8.calibration.observations import Observations
 from kv8.calibration.partial import PartialResult
 from kv8.errors import RequestError
@@ -93,18 +93,35 @@ def test_whatever_goes_wrong_while_saving_the_work_goes_on(
     assert repr(error) in caplog.text
 
 
-def test_an_interrupt_waits_for_the_end_of_what_must_be_whole() -> None:
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+)
+def test_an_interrupt_waits_for_the_end_of_what_must_be_whole(
+    number: signal.Signals, error: type[BaseException]
+) -> None:
     done = []
 
     def work() -> None:
-        with held_interrupts():
-            os.kill(os.getpid(), signal.SIGINT)
+        with raised_termination(), held_interrupts():
+            os.kill(os.getpid(), number)
             done.append("all of it")
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         work()
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_somebody_has_for_sigterm_is_left_in_charge() -> None:
+    received = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with raised_termination():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_without_an_interrupt_nothing_is_raised() -> None:
