@@ -36,7 +36,7 @@ from kv8.scales.attention_paths import attention_paths
 from kv8.scales.provenance import ScalesFileMetadata
 from kv8.scales.scale import SIDES, ModelScales, Scale, Side
 from kv8.scales.storage import write_whole
-from kv8.scales.tensor_writer import write_tensors
+from kv8.scales.tensor_writer import CHECKSUM, checksum, write_tensors
 from kv8.scales.validity import Strategy
 
 
@@ -111,7 +111,8 @@ def write_checkpoint(
     tensors = dict(_tensors(plan, scales, strategy))
     shard = plan.files.shard_name(len(plan.files.shards))
     take_over(plan.files, target)
-    write_tensors(target / shard, tensors, metadata.as_shard_text())
+    header = {**metadata.as_shard_text(), CHECKSUM: checksum(tensors)}
+    write_tensors(target / shard, tensors, header)
     declared = declare_cache(plan.config, strategy, plan.attention_class)
     _write_json(target / "config.json", declared)
     _write_json(target / INDEX, _index(plan.files, tensors, shard))

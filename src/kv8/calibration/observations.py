@@ -14,7 +14,7 @@ from kv8.calibration.ranges import SampleRanges
 from kv8.errors import ModelError, ScaleError
 from kv8.geometry import ModelGeometry
 from kv8.scales.scale import SIDES, Side
-from kv8.scales.tensor_writer import checksum, write_tensors
+from kv8.scales.tensor_writer import CHECKSUM, checksum, write_tensors
 from kv8.scales.wording import layer_list
 
 Part = Literal["first", "second", "held_out"]
@@ -200,7 +200,7 @@ class Observations:
             "num_tokens": json.dumps(self.num_tokens),
             "num_samples": json.dumps(self.num_samples),
         }
-        write_tensors(path, tensors, {**header, "checksum": checksum(tensors, header)})
+        write_tensors(path, tensors, {**header, CHECKSUM: checksum(tensors, header)})
 
     @classmethod
     def load(cls, path: Path) -> "Observations":
@@ -213,7 +213,7 @@ class Observations:
             with safe_open(path, "pt") as file:
                 facts = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if facts.pop("checksum", "none") != checksum(tensors, facts):
+            if facts.pop(CHECKSUM, "none") != checksum(tensors, facts):
                 raise ValueError("it has no checksum, or another content than was written")
             observations = cls(facts["dtype"], facts["source"])
             observations.num_tokens = json.loads(facts["num_tokens"])

@@ -15,6 +15,8 @@ import torch
 
 from kv8.scales.storage import write_whole
 
+CHECKSUM: Final = "checksum"  # the header's entry, where there is one
+
 _CODES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
