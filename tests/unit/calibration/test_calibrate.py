@@ -213,6 +213,12 @@ def test_other_options_do_not_go_on_from_it(
             small(model, text, output=output)
     with pytest.raises(RequestError, match=r"another calibration: batch_size was 4, is 3"):
         small(model, text, output=output, batch_size=3)
+    with pytest.raises(RequestError, match=r"another calibration: samples was 24, is 20\."):
+        small(model, text, output=output, samples=20)
+    text.write_text(TEXT[::-1])
+    with pytest.raises(RequestError, match=r"the content of data \(.*text\.txt\) has changed"):
+        small(model, text, output=output)
+    text.write_text(TEXT)
     # The statistic is chosen when all is seen, so another one may go on.
     assert small(model, text, output=output, statistic="mse").files
 

@@ -94,9 +94,9 @@ def test_a_folder_made_meanwhile_is_found_at_once(tmp_path: Path) -> None:
 def test_a_place_that_takes_no_files_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(OutputError, match=r"/proc/out cannot be made: .*\(No such file"):
-        with locked_output(Path("/proc/out")):
-            pytest.fail("nothing can be written there")
+    told = r"/proc/out cannot be made: .*\(No such file"
+    with pytest.raises(OutputError, match=told), locked_output(Path("/proc/out")):
+        pytest.fail("nothing can be written there")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

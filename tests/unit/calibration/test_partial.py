@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from tests.observing import same
 from kv8.calibration.interrupts import Terminated, held_interrupts, raised_termination
 from kv8.calibration.observations import Observations
 from kv8.calibration.partial import PartialResult
+from kv8.calibration.partial_facts import Facts
 from kv8.errors import RequestError
 
-FACTS = {"dtype": "float32", "data": "12ab"}
+FACTS = Facts.of(
+    {"dtype": "float32", "data": "12ab"},
+    {"data": {"data": "a.txt", "samples": 48, "max_length": 60}},
+)
 SAMPLES = ((1, 2, 3), (4,), (5, 6))
 
 
@@ -43,20 +48,45 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_calibrations_progress_is_refused_naming_the_differences(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("decisive", "options", "told"),
+    [
+        ({"dtype": "bfloat16"}, {}, "dtype was float32, is bfloat16"),
+        ({"data": "34cd"}, {"samples": 40}, "samples was 48, is 40"),
+        (
+            {"data": "34cd"},
+            {"data": "b.txt", "max_length": 50},
+            "data was a.txt, is b.txt; max_length was 60, is 50",
+        ),
+        ({"data": "34cd"}, {}, r"the content of data \(a\.txt\) has changed"),
+        ({"seed": 1}, {}, "seed was not there, is 1"),
+    ],
+)
+def test_another_calibrations_progress_is_refused_naming_the_differences(
+    tmp_path: Path, decisive: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
     PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
-    with pytest.raises(RequestError, match=r"data was 12ab, is 34cd.*Remove .*\.out\.partial") as e:
-        PartialResult(tmp_path / "out", {**FACTS, "data": "34cd"})
-    assert "dtype" not in str(e.value)
+    other = Facts.of(FACTS.decisive | decisive, {"data": FACTS.options["data"] | options})
+    with pytest.raises(
+        RequestError, match=rf"another calibration: {told}\. .*Remove .*\.out\.partial"
+    ):
+        PartialResult(tmp_path / "out", other)
     assert (tmp_path / ".out.partial").exists()
-    PartialResult(tmp_path / "other", {**FACTS, "data": "34cd"})
+    PartialResult(tmp_path / "other", other)
+
+
+def test_the_same_content_by_another_name_is_the_same(tmp_path: Path) -> None:
+    PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
+    renamed = Facts.of(FACTS.decisive, {"data": FACTS.options["data"] | {"data": "b.txt"}})
+    assert PartialResult(tmp_path / "out", renamed).num_done == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors", None])
 def test_a_damaged_file_is_refused_with_a_way_out(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / ".out.partial"
     PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
-    path.write_bytes(path.read_bytes()[:-50] if content is None else content)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if content is None else content)
     with pytest.raises(RequestError, match=r"Remove .* to start over"):
         PartialResult(tmp_path / "out", FACTS)
 
