@@ -1,6 +1,7 @@
 """From a model and a text to scales, a report on them, and the files that carry both."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -8,21 +9,23 @@ from typing import Any
 
 import safetensors
 import torch
-from tqdm import tqdm
 
 from kv8._version import __version__
+from kv8.calibration.interrupts import raised_termination
 from kv8.calibration.job import Job, prepare
 from kv8.calibration.observations import MEASURED, Observations
 from kv8.calibration.observe import observe
+from kv8.calibration.output_lock import locked_output
 from kv8.calibration.outputs import write_outputs
 from kv8.calibration.partial import PartialResult
 from kv8.calibration.picture import can_draw, draw_report
 from kv8.calibration.report import CalibrationReport, Conditions, make_report
 from kv8.calibration.scales import make_scales
-from kv8.calibration.sources import Samples, load_samples
+from kv8.calibration.sources import Samples
 from kv8.calibration.statistic_names import describe_statistic
+from kv8.calibration.written_samples import write_samples
 from kv8.engine.engine import Engine
-from kv8.errors import OutputError, ScaleError
+from kv8.errors import ScaleError
 from kv8.models.fingerprint import weights_fingerprint
 from kv8.models.tokenizer import load_tokenizer
 from kv8.scales.provenance import ScalesFileMetadata
@@ -59,8 +62,9 @@ def calibrate(
 
     ``kv8.calibrate("smollm2", "texts.jsonl", output="smollm2-scales")``
 
-    An interrupted calibration that has an output keeps what it has seen beside that; the same call
-    goes on from there, and its result is that of an uninterrupted one.
+    A calibration that has an output and is interrupted, by ctrl-C or SIGTERM, keeps what it has
+    seen beside that; the same call goes on from there, and its result is that of an uninterrupted
+    one. SIGTERM, where nobody else handles it, ends the process with exit code 143 then.
 
     Args:
         model: folder, ``.gguf`` file, hub id or built-in name.
@@ -71,8 +75,8 @@ def calibrate(
             of `kv8.options.EngineOptions` that its `ENGINE_OPTIONS` lists (``dtype``, ``seed``).
 
     Raises:
-        RequestError: an option is unknown or does not fit, or the text cannot be read; before
-            weights are, where that is possible.
+        RequestError: an option is unknown or does not fit, the text cannot be read, or another
+            process is at work on the output; before weights are, where that is possible.
         ScaleError: a layer was not observed, or a value was not finite; names it.
         OutputError: the results could not be written.
     """
@@ -82,45 +86,26 @@ def calibrate(
             "There will be no picture beside the report: matplotlib, which draws it, is not "
             "installed (pip install 'kv8[report]')."
         )
+    alone = nullcontext() if job.output is None else locked_output(job.output)
+    with raised_termination(), alone:
+        return _calibrate(job, use_tqdm=use_tqdm)
+
+
+def _calibrate(job: Job, *, use_tqdm: bool) -> Calibration:
     samples = None
     if not job.writes_itself:
         samples = job.load_samples(load_tokenizer(job.source, job.engine_options.tokenizer))
     progress = None if job.output is None else PartialResult(job.output, job.facts(samples))
     engine = Engine(job.engine_options)
     if samples is None:
-        samples = _written_samples(engine, job, progress, use_tqdm=use_tqdm)
+        samples = write_samples(engine, job, progress, use_tqdm=use_tqdm)
     try:
         observations = observe(engine, job, samples, progress, use_tqdm=use_tqdm)
-        calibration = _conclude(engine, job, samples, observations, progress)
+        return _conclude(engine, job, samples, observations, progress)
     except ScaleError:
         if progress is not None:
             progress.remove()  # going on from it would end in the same error
         raise
-    if progress is not None:
-        progress.remove()
-    return calibration
-
-
-def _written_samples(
-    engine: Engine, job: Job, progress: PartialResult | None, *, use_tqdm: bool
-) -> Samples:
-    """Let the model write, or take what it wrote before an interruption."""
-    written = None if progress is None else progress.samples
-    if written is None:
-        total = job.asked.samples * job.max_length
-        with tqdm(total=total, desc="Writing", unit="token", disable=not use_tqdm) as bar:
-            samples = job.load_samples(engine.tokenizer, engine, on_step=bar.update)
-        if progress is not None:  # writing takes longer than anything that comes after it
-            progress.save(samples.sequences, Observations(engine.config.dtype), 0)
-        return samples
-    return load_samples(
-        job.asked.data,
-        engine.tokenizer,
-        samples=job.asked.samples,
-        max_length=job.max_length,
-        seed=job.engine_options.seed,
-        write_text=lambda _num, _length: [list(sample) for sample in written],
-    )
 
 
 def _conclude(
@@ -130,7 +115,28 @@ def _conclude(
     observations: Observations,
     progress: PartialResult | None,
 ) -> Calibration:
-    """Make scales and their report, and write both if there is an output."""
+    """Make scales and their report, write both if there is an output, and drop the progress.
+
+    Whatever prevents that, be it ctrl-C, the work need not be redone.
+    """
+    try:
+        measured, report = _results(engine, job, samples, observations)
+        scales = measured if job.asked.query_scales else _without_queries(measured)
+        files = _write(engine, job, scales, report, observations) if job.output else []
+    except ScaleError:
+        raise
+    except BaseException as error:
+        if progress is not None:
+            _keep(error, job, samples, observations, progress)
+        raise
+    if progress is not None:
+        progress.remove()
+    return Calibration(scales, report, samples, tuple(files))
+
+
+def _results(
+    engine: Engine, job: Job, samples: Samples, observations: Observations
+) -> tuple[ModelScales, CalibrationReport]:
     asked, config = job.asked, engine.config
     measured = make_scales(
         observations,
@@ -148,26 +154,46 @@ def _conclude(
         statistic=asked.statistic,
         percentile=asked.percentile,
     )
-    report = make_report(observations, measured, config.geometry, conditions)
-    scales = measured if asked.query_scales else _without_queries(measured)
-    files: list[Path] = []
-    if job.output is not None:
-        try:
-            files = write_outputs(
-                job.output,
-                scales=scales,
-                metadata=_metadata(engine, job, observations),
-                report=report.as_dict(),
-                draw=partial(draw_report, report) if can_draw() else None,
-                source=config.source,
-                geometry=config.geometry,
-                checkpoint=asked.checkpoint,
-            )
-        except OutputError:
-            if progress is not None:  # the folder can be written later; the work need not be redone
-                progress.save(samples.sequences, observations, len(samples.sequences))
-            raise
-    return Calibration(scales, report, samples, tuple(files))
+    return measured, make_report(observations, measured, config.geometry, conditions)
+
+
+def _write(
+    engine: Engine,
+    job: Job,
+    scales: ModelScales,
+    report: CalibrationReport,
+    observations: Observations,
+) -> list[Path]:
+    assert job.output is not None, "there is a folder to write to"
+    return write_outputs(
+        job.output,
+        scales=scales,
+        metadata=_metadata(engine, job, observations),
+        report=report.as_dict(),
+        draw=partial(draw_report, report) if can_draw() else None,
+        source=engine.config.source,
+        geometry=engine.config.geometry,
+        checkpoint=job.asked.checkpoint,
+    )
+
+
+def _keep(
+    error: BaseException,
+    job: Job,
+    samples: Samples,
+    observations: Observations,
+    progress: PartialResult,
+) -> None:
+    """Save all that was measured, unless ctrl-C came when everything was written."""
+    assert job.output is not None, "there is no progress without an output"
+    # The place is locked, so a folder there is ours; only somebody's else is refused.
+    if job.output.exists() and not isinstance(error, Exception):
+        progress.remove()
+    elif progress.save(samples.sequences, observations, len(samples.sequences)):
+        logger.warning(
+            "All was measured, and is kept in %s; the same command goes on from there.",
+            progress.path,
+        )
 
 
 def _without_queries(scales: ModelScales) -> ModelScales:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kv8.errors import OutputError, RequestError
 from kv8.models.conversion_cache import PROVENANCE
 from kv8.scales.names import resolve_name
+from kv8.scales.storage import explained_failures
 from kv8.scales.tensors import read_json, tensor_names, weight_files
 from kv8.units import format_bytes
 
@@ -91,13 +92,13 @@ def take_over(files: SourceFiles, target: Path) -> None:
     them.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file cannot be written; names it, its size and the room there is.
     """
     for number, shard in enumerate(files.shards):
         _link_or_copy(shard.resolve(), target / files.shard_name(number))
     for path in files.others:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(files.folder / path, target / path)
+        _copy(files.folder / path, target / path)
 
 
 def require_room(files: SourceFiles, parent: Path) -> None:
@@ -137,4 +138,9 @@ def _link_or_copy(source: Path, target: Path) -> None:
                 f"{source.name} must be copied there, which takes {format_bytes(needed)}, and "
                 f"{format_bytes(free)} are free"
             ) from None
+        _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with explained_failures(target, source.stat().st_size):
         shutil.copyfile(source, target)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from kv8.calibration.checkpoint_config import check_declarable, declare_cache
 from kv8.calibration.checkpoint_files import (
@@ -36,6 +35,8 @@ from kv8.models.config import load_config, read_config_json
 from kv8.scales.attention_paths import attention_paths
 from kv8.scales.provenance import ScalesFileMetadata
 from kv8.scales.scale import SIDES, ModelScales, Scale, Side
+from kv8.scales.storage import write_whole
+from kv8.scales.tensor_writer import CHECKSUM, checksum, write_tensors
 from kv8.scales.validity import Strategy
 
 
@@ -105,12 +106,13 @@ def write_checkpoint(
         strategy: what one scale is per.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file cannot be written; names it, its size and the room there is.
     """
     tensors = dict(_tensors(plan, scales, strategy))
     shard = plan.files.shard_name(len(plan.files.shards))
     take_over(plan.files, target)
-    (target / shard).write_bytes(save(tensors, metadata.as_shard_text()))
+    header = {**metadata.as_shard_text(), CHECKSUM: checksum(tensors)}
+    write_tensors(target / shard, tensors, header)
     declared = declare_cache(plan.config, strategy, plan.attention_class)
     _write_json(target / "config.json", declared)
     _write_json(target / INDEX, _index(plan.files, tensors, shard))
@@ -157,4 +159,4 @@ def _index(files: SourceFiles, tensors: Mapping[str, torch.Tensor], shard: str) 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_whole(path, [f"{text}\n".encode()])

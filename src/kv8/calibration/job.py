@@ -1,7 +1,7 @@
 """A calibration before its work begins: what was asked, checked against the model's files."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from kv8._version import __version__
 from kv8.calibration.options import CALIBRATION_FIELDS, ENGINE_OPTIONS, CalibrationOptions
 from kv8.calibration.outputs import check_outputs
-from kv8.calibration.sources import SELF, Samples, load_samples
-from kv8.calibration.sources_made import text_writer
-from kv8.engine.engine import Engine
+from kv8.calibration.partial_facts import Facts
+from kv8.calibration.sources import RANDOM, SELF, Samples, load_samples
+from kv8.calibration.sources_made import WriteText
 from kv8.errors import RequestError
 from kv8.geometry import ModelGeometry
 from kv8.models.config import load_config
@@ -46,38 +46,32 @@ class Job:
         """Whether the model writes the text that it is calibrated on."""
         return str(self.asked.data) == SELF
 
-    def load_samples(
-        self,
-        tokenizer: Any,
-        engine: Engine | None = None,
-        *,
-        on_step: Callable[[int], None] | None = None,
-    ) -> Samples:
-        """Return the samples; ``engine`` writes them if the model is to, and tells ``on_step``.
+    def load_samples(self, tokenizer: Any, write_text: WriteText | None = None) -> Samples:
+        """Return the samples; ``write_text`` writes them if the model is to.
 
         Raises:
             RequestError: the text cannot be read.
         """
-        asked, seed = self.asked, self.engine_options.seed
+        asked = self.asked
         samples = load_samples(
             asked.data,
             tokenizer,
             samples=asked.samples,
             max_length=self.max_length,
-            seed=seed,
-            write_text=None if engine is None else text_writer(engine, seed=seed, on_step=on_step),
+            seed=self.engine_options.seed,
+            write_text=write_text,
         )
         # What was asked for is what the user typed, also where the model's limit is shorter.
         return replace(samples, tokens_asked=asked.samples * asked.max_length)
 
-    def facts(self, samples: Samples | None) -> dict[str, str]:
+    def facts(self, samples: Samples | None) -> Facts:
         """Return all that decides what will be observed, by names a person understands.
 
         ``samples`` are `None` if they are still to be written by the model.
         """
         asked, options = self.asked, self.engine_options
         written = f"{asked.samples} samples of {self.max_length} tokens, seed {options.seed}"
-        facts: dict[str, Any] = {
+        decisive: dict[str, Any] = {
             "kv8 version": __version__,
             "torch version": torch.__version__,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -90,7 +84,10 @@ class Job:
             "batch_size": asked.batch_size,
             "held_out": asked.held_out_share,
         }
-        return {name: str(value) for name, value in facts.items()}
+        data = {"data": asked.data, "samples": asked.samples, "max_length": self.max_length}
+        if str(asked.data) in (RANDOM, SELF):
+            data["seed"] = options.seed
+        return Facts.of(decisive, {"data": data, "model": {"model": options.model}})
 
 
 def prepare(model: str | Path, data: str | Path, options: Mapping[str, Any]) -> Job:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kv8.calibration.interrupts import held_interrupts
 from kv8.errors import OutputError, RequestError
 from kv8.models.conversion_cache import flush
 
@@ -56,18 +57,20 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield partial
             for path in (*partial.rglob("*"), partial):
                 flush(path)
-            check_new_folder(folder)  # somebody may have made it meanwhile
-            partial.rename(target)
-            flush(target.parent)
+            with held_interrupts():  # it is there, or it is not
+                check_new_folder(folder)  # somebody may have made it meanwhile
+                partial.rename(target)
+                flush(target.parent)
         finally:
             os.close(lock)
     except OSError as error:
         raise OutputError(
-            f"{folder} cannot be written: {error.strerror or error}. Nothing was left behind; free "
-            f"some space or choose another place, and try again."
+            f"{folder} cannot be written: {error.strerror or error}. Nothing was left behind; make "
+            f"room or choose another place, and try again."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with held_interrupts():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _prefix(folder: Path) -> str:

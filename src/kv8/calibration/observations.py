@@ -8,13 +8,13 @@ from typing import Final, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from kv8.calibration.histogram import MagnitudeHistogram
 from kv8.calibration.ranges import SampleRanges
 from kv8.errors import ModelError, ScaleError
 from kv8.geometry import ModelGeometry
 from kv8.scales.scale import SIDES, Side
+from kv8.scales.tensor_writer import CHECKSUM, checksum, write_tensors
 from kv8.scales.wording import layer_list
 
 Part = Literal["first", "second", "held_out"]
@@ -182,21 +182,25 @@ class Observations:
         extra: Mapping[str, torch.Tensor] | None = None,
         facts: Mapping[str, str] | None = None,
     ) -> None:
-        """Write everything to a safetensors file.
+        """Write everything to a safetensors file, whole or not at all.
 
         Args:
             path: the file.
             extra: tensors to write with it, under names without a dot.
             facts: entries to write into its header.
+
+        Raises:
+            OSError: it cannot be written; names the file, its size and the room there is.
         """
         tensors = {**(extra or {}), **self.tensors()}
         header = {
+            **(facts or {}),
             "dtype": self.dtype,
             "source": self.source,
             "num_tokens": json.dumps(self.num_tokens),
             "num_samples": json.dumps(self.num_samples),
         }
-        save_file(tensors, path, {**(facts or {}), **header})
+        write_tensors(path, tensors, {**header, CHECKSUM: checksum(tensors, header)})
 
     @classmethod
     def load(cls, path: Path) -> "Observations":
@@ -207,13 +211,14 @@ class Observations:
         """
         try:
             with safe_open(path, "pt") as file:
-                facts = file.metadata()
-                names = [name for name in file.keys() if "." in name]  # noqa: SIM118
-                tensors = {name: file.get_tensor(name) for name in names}
+                facts = dict(file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if facts.pop(CHECKSUM, "none") != checksum(tensors, facts):
+                raise ValueError("it has no checksum, or another content than was written")
             observations = cls(facts["dtype"], facts["source"])
             observations.num_tokens = json.loads(facts["num_tokens"])
             observations.num_samples = json.loads(facts["num_samples"])
-            observations._take(tensors)
+            observations._take({name: each for name, each in tensors.items() if "." in name})
         except (SafetensorError, OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
             raise ModelError(f"{path} holds no observations of a calibration: {error}.") from error
         return observations

@@ -61,8 +61,7 @@ def observe(
         except KV8Error:
             raise  # it would fail again: there is nothing to go on with
         except BaseException:
-            if partial is not None:
-                partial.save(sequences, observations, num_done)
+            if partial is not None and partial.save(sequences, observations, num_done):
                 logger.warning(
                     "Stopped after %d of %d samples. What was seen is kept in %s; the same command "
                     "goes on from there.",

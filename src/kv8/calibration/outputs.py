@@ -23,6 +23,7 @@ from kv8.scales.checkpoint import read_checkpoint
 from kv8.scales.provenance import ScalesFileMetadata
 from kv8.scales.scale import SIDES, ModelScales
 from kv8.scales.scales_file import read_scales_file, write_scales_file
+from kv8.scales.storage import explained_failures, write_whole
 from kv8.scales.tensors import tensor_names, weight_files
 from kv8.scales.wording import layer_list
 
@@ -93,9 +94,10 @@ def write_outputs(
         write_scales_file(partial / SCALES_FILE, scales, metadata)
         _check_scales_file(partial / SCALES_FILE, scales, source, geometry)
         text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-        (partial / REPORT_FILE).write_text(text + "\n", encoding="utf-8")
+        write_whole(partial / REPORT_FILE, [f"{text}\n".encode()])
         if draw is not None:
-            draw(partial / PICTURE_FILE)
+            with explained_failures(partial / PICTURE_FILE):
+                draw(partial / PICTURE_FILE)
         if plan is not None:
             if metadata.strategy is None:
                 raise ScaleError("A checkpoint declares what one scale is per: give a strategy.")

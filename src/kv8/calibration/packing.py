@@ -11,6 +11,10 @@ The rule, which depends on nothing but the tokens and the two limits:
    `kv8.calibration.parts` holds none out, and the report would have nothing to judge scales by.
 4. A sample that starts inside a text gets the begin tokens in front, since every prompt has them.
 
+Scales do not depend on the order of the samples made so. They do depend on the order of the texts:
+a sample joins neighbours, so shuffled texts pack other samples; and texts behind the last sample
+are never read.
+
 Attention looks across the texts of a sample, as it does across the turns of a conversation.
 """
 

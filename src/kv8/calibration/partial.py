@@ -6,18 +6,19 @@ from if every fact is the same, so that the outcome is that of an uninterrupted 
 
 import json
 import logging
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 
+from kv8.calibration.interrupts import held_interrupts
 from kv8.calibration.observations import Observations
-from kv8.errors import ModelError, RequestError
+from kv8.calibration.partial_facts import Facts
+from kv8.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class PartialResult:
 
     Args:
         output: the folder that the calibration will write.
-        facts: everything that its observations depend on, by name.
+        facts: everything that its observations depend on.
 
     Attributes:
         path: the file.
@@ -40,38 +41,47 @@ class PartialResult:
         observations: what was seen so far, likewise.
 
     Raises:
-        RequestError: there is a file of other facts; names them.
+        RequestError: there is a file of other facts, or a damaged one; says what differs.
     """
 
-    def __init__(self, output: Path, facts: Mapping[str, str]) -> None:
+    def __init__(self, output: Path, facts: Facts) -> None:
         self.path = output.with_name(f".{output.name}.partial")
+        self._output = output
         self.num_done = 0
         self.samples: Samples | None = None
         self.observations: Observations | None = None
-        self._facts = dict(facts)
+        self._facts = facts
         self._last_save = time.monotonic()
         if self.path.exists():
             self._load()
 
-    def save(self, samples: Samples, observations: Observations, num_done: int) -> None:
-        """Write the state after ``num_done`` samples, whole or not at all.
+    def save(self, samples: Samples, observations: Observations, num_done: int) -> bool:
+        """Write the state after ``num_done`` samples, whole or not at all; say whether it worked.
 
         A full disk is a warning: what was computed is still in memory.
         """
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
         tokens = torch.tensor([token for sample in samples for token in sample], dtype=torch.int32)
-        facts = json.dumps({**self._facts, "num_done": str(num_done)})
+        facts = json.dumps({"facts": self._facts.as_dict(), "num_done": num_done})
         try:
-            observations.save(
-                temporary, extra={"lengths": lengths, "tokens": tokens}, facts={"partial": facts}
+            with held_interrupts():  # whoever presses ctrl-C twice means no less to keep it
+                observations.save(
+                    self.path,
+                    extra={"lengths": lengths, "tokens": tokens},
+                    facts={"partial": facts},
+                )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the work is worth more
+            why = error.strerror if isinstance(error, OSError) else repr(error)
+            logger.warning(
+                "The progress could not be saved beside %s: %s. What an interruption now would "
+                "lose must be measured again.",
+                self._output,
+                why,
             )
-            temporary.replace(self.path)
-        except OSError as error:
-            logger.warning("The progress could not be saved to %s: %s.", self.path, error)
+            return False
         finally:
-            temporary.unlink(missing_ok=True)
-        self._last_save = time.monotonic()
+            self._last_save = time.monotonic()
+        return True
 
     def save_now_and_then(
         self, samples: Samples, observations: Observations, num_done: int
@@ -87,29 +97,23 @@ class PartialResult:
     def _load(self) -> None:
         way_out = f"Remove {self.path} to start over, or give another output folder."
         try:
+            observations = Observations.load(self.path)  # first, since it looks for damage
             with safe_open(self.path, "pt") as file:
-                found: dict[str, str] = json.loads(file.metadata()["partial"])
+                found: dict[str, Any] = json.loads(file.metadata()["partial"])
                 lengths = file.get_tensor("lengths").tolist()
                 tokens = file.get_tensor("tokens").tolist()
-            num_done = int(found.pop("num_done"))
+            num_done = int(found["num_done"])
+            differing = self._facts.differences(Facts(**found["facts"]))
         except Exception as error:  # whatever is wrong with it: it is no such file
             raise RequestError(
-                f"{self.path} is not the progress of a calibration ({error}). {way_out}"
+                f"{self.path} is not the progress of a calibration, or damaged ({error}). {way_out}"
             ) from error
-        differing = [
-            f"{name} was {found.get(name, 'not there')}, is {self._facts.get(name, 'not there')}"
-            for name in sorted(found.keys() | self._facts.keys())
-            if found.get(name) != self._facts.get(name)
-        ]
         if differing:
             raise RequestError(
                 f"{self.path} is the progress of another calibration: {'; '.join(differing)}. "
                 f"Repeat that one's command to finish it. {way_out}"
             )
-        try:
-            self.observations = Observations.load(self.path)
-        except ModelError as error:
-            raise RequestError(f"{error} {way_out}") from error
+        self.observations = observations
         self.samples = _cut(tokens, lengths)
         self.num_done = num_done
 

@@ -1,6 +1,8 @@
 """Which samples scales are made from, in two halves, and which are kept to judge them by.
 
-Decided by what a sample holds, never by where it stands: shuffled data falls into the same parts.
+Decided by what a sample holds, never by where it stands: the same samples in another order fall
+into the same parts. (Texts in another order are packed into other samples; see
+`kv8.calibration.packing`.)
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """Where calibration text comes from: one name a user types, to samples of token numbers.
 
-Texts are taken in the order they have, from the start, and only as far as the samples need them.
+Texts are taken in the order they have, from the start, and only as far as the samples need them:
+rows of a file beyond that are never read, so a fault in them is not found either.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """The program ``kv8``: its commands, and how an error ends it.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted. An error is one
-line on stderr; ``--debug`` adds the trace.
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted, 143 terminated. An
+error is one line on stderr; ``--debug`` adds the trace.
 """
 
 import re
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from kv8._version import __version__
+from kv8.calibration.interrupts import TERMINATED, Terminated
 from kv8.cli.argv import given_words, normalise
 from kv8.cli.bench import LIST_FLAGS as BENCH_LIST_FLAGS
 from kv8.cli.bench import make_bench
@@ -76,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(argv, _usage_message(error, argv), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
+    except Terminated:
+        print("kv8: terminated", file=sys.stderr)  # noqa: T201
+        return TERMINATED
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout has gone; nothing is left to say
         return 1

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv8.errors import ScaleError
+from kv8.errors import ModelError, ScaleError
 from kv8.geometry import LayerGeometry, ModelGeometry
 from kv8.scales.names import BoundName, Role, resolve_name
-from kv8.scales.provenance import ScalesFileMetadata, parse_header
+from kv8.scales.provenance import VERSION, ScalesFileMetadata, is_ours, parse_header
 from kv8.scales.scale import (
     LayerScales,
     ModelScales,
@@ -17,7 +17,8 @@ from kv8.scales.scale import (
     ScaleProblem,
     Side,
 )
-from kv8.scales.tensors import SmallTensor, file_metadata, read_small
+from kv8.scales.tensor_writer import CHECKSUM, checksum
+from kv8.scales.tensors import SmallTensor, file_metadata, read_small, read_tensors
 from kv8.scales.validity import Strategy, shape_fault, values_fault
 from kv8.scales.wording import layer_list
 
@@ -110,11 +111,12 @@ def collect_scales(
 
     Raises:
         ScaleError: a scale has no layer to bind to, or two tensors give the same one.
+        ModelError: the scales of a file are not those that kv8 wrote into it.
     """
     bound = {name: role for name in names if (role := resolve_name(name)) is not None}
     layers = {name: _layer(name, role, geometry) for name, role in bound.items()}
     files = {names[name] for name in bound}
-    headers = {file.name: parse_header(file_metadata(file)) for file in files}
+    headers = {file.name: _checked_header(file) for file in files}
     binding = _Binding(kind, strategy, headers)
     copies: list[SmallTensor] = []
     for tensor in read_small([(n, names[n]) for n, r in bound.items() if r.sides]):
@@ -133,6 +135,25 @@ def collect_scales(
         before_rope=tuple(n for n, role in bound.items() if role.spelling.before_rope),
         probability=tuple(n for n, r in bound.items() if r.spelling.role is Role.PROBABILITY),
     )
+
+
+def _checked_header(file: Path) -> ScalesFileMetadata | None:
+    """Return what a file of kv8's own says of its scales, having looked that it still holds them.
+
+    One without a checksum, from an older kv8, is taken at its word. What a newer one says in a
+    checkpoint's shard is left out: the scales themselves follow the checkpoint's own declaration.
+    """
+    header = file_metadata(file)
+    if not is_ours(header) or header.get("version") != VERSION:
+        return None
+    written = header.get(CHECKSUM)
+    if written is not None and written != (found := checksum(read_tensors(file))):
+        raise ModelError(
+            f"{file} is damaged: the checksum of its scales is {found}, and was {written} when "
+            f"they were written. Get the file again, or calibrate again. (Whoever changes scales "
+            f"by hand leaves the entry {CHECKSUM} out of the header.)"
+        )
+    return parse_header(header, str(file))
 
 
 def by_layer(scales: Mapping[tuple[int, Side], Scale]) -> dict[int, LayerScales]:

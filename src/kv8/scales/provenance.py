@@ -4,10 +4,12 @@ The same entries stand in a scales file and in the scales shard of a checkpoint,
 loads either can say "calibration, 65,536 tokens, absmax" and not just a file name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kv8.formats.base import FP8_E4M3
+from kv8.errors import ScaleError
+from kv8.formats.base import FORMATS, FP8_E4M3
 from kv8.scales.scale import SIDES, ModelScales, OriginKind, Side
 from kv8.scales.validity import Strategy
 
@@ -16,6 +18,8 @@ VERSION = "1"
 _LIBRARY = "version_of_"
 _NOTE = "note_on_"
 _STRATEGIES: Mapping[str, Strategy] = {"tensor": "tensor", "attn_head": "attn_head"}
+_QUANTIZED = tuple(name for name, each in FORMATS.items() if each.quantized)
+_WHOLE_NUMBER = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -95,27 +99,54 @@ class ScalesFileMetadata:
         return replace(self, notes=notes)
 
 
-def parse_header(header: Mapping[str, str]) -> ScalesFileMetadata | None:
+def is_ours(header: Mapping[str, str]) -> bool:
+    """Whether a safetensors header says that kv8 wrote the file."""
+    return FORMAT in (header.get("format"), header.get("contents"))
+
+
+def parse_header(header: Mapping[str, str], file: str) -> ScalesFileMetadata | None:
     """Return what a safetensors header says of its scales; `None` if kv8 did not write it.
 
-    Entries that are missing or damaged come out empty: they are for people, and nothing is checked
-    against them.
+    Entries that are missing come out empty. Text that is for people is taken as it is; what has a
+    meaning to kv8 must be something that kv8 writes.
+
+    Args:
+        header: the entries.
+        file: the file's name, for the error.
+
+    Raises:
+        ScaleError: an entry has a value it cannot have; names file, entry, value and what can be.
     """
-    if FORMAT not in (header.get("format"), header.get("contents")):
+    if not is_ours(header):
         return None
-    number = header.get("num_tokens", "")
+    number = header.get("num_tokens", "0")
+    if not _WHOLE_NUMBER.fullmatch(number):
+        raise _refused(file, "num_tokens", number, "a whole number of at least 0")
+    strategy = header.get("strategy", "")
+    if strategy and strategy not in _STRATEGIES:
+        raise _refused(file, "strategy", strategy, f"{' or '.join(_STRATEGIES)}, or left out")
+    kv_format = header.get("kv_cache_dtype", FP8_E4M3.name)
+    if kv_format not in _QUANTIZED:
+        raise _refused(file, "kv_cache_dtype", kv_format, " or ".join(_QUANTIZED))
     return ScalesFileMetadata(
         producer=header.get("producer", ""),
         statistic=header.get("statistic", "unnamed statistic"),
-        num_tokens=int(number) if number.isascii() and number.isdecimal() else 0,
+        num_tokens=int(number),
         model=header.get("model", "unnamed"),
         geometry=header.get("geometry", ""),
         weights=header.get("weights", ""),
-        strategy=_STRATEGIES.get(header.get("strategy", "")),
+        strategy=_STRATEGIES.get(strategy),
         source=header.get("source", ""),
-        kv_cache_dtype=header.get("kv_cache_dtype", FP8_E4M3.name),
+        kv_cache_dtype=kv_format,
         versions=_entries(header, _LIBRARY),
         notes=_entries(header, _NOTE),
+    )
+
+
+def _refused(file: str, entry: str, found: str, allowed: str) -> ScaleError:
+    return ScaleError(
+        f"{file}: {entry} in its header is {found!r:.80}, and must be {allowed}. The file was "
+        f"damaged or changed after kv8 wrote it: get it again, or calibrate again."
     )
 
 

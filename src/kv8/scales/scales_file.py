@@ -5,20 +5,19 @@ about. It reads these and, through the same table of names, the scale tensors an
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from kv8.errors import ModelError, ScaleError
 from kv8.geometry import ModelGeometry
 from kv8.scales.collect import collect_scales
-from kv8.scales.provenance import FORMAT, VERSION, ScalesFileMetadata, parse_header
+from kv8.scales.provenance import FORMAT, VERSION, ScalesFileMetadata, is_ours, parse_header
 from kv8.scales.scale import SIDES, ModelScales, OriginKind
 from kv8.scales.sources import refuse_unusable
+from kv8.scales.tensor_writer import CHECKSUM, checksum, write_tensors
 from kv8.scales.tensors import file_metadata, tensor_names
 from kv8.scales.validity import values_fault
 
@@ -49,7 +48,8 @@ def read_scales_file(
         weights_fingerprint: gives that of the model's weights; asked only if the file carries one.
 
     Raises:
-        ModelError: the file is missing, damaged or no safetensors file.
+        ModelError: the file is missing, damaged (by its checksum, if it has one) or no safetensors
+            file.
         ScaleError: it holds anything but usable scales of this model's layers, or was written for
             another model or by a newer kv8.
     """
@@ -61,10 +61,11 @@ def read_scales_file(
             f"(--kv-scales) out to use the checkpoint's own."
         )
     header = file_metadata(file)
-    metadata = parse_header(header)
+    if is_ours(header):
+        _check_version(file, header.get("version"))
+    metadata = parse_header(header, str(file))
     warnings: tuple[str, ...] = ()
     if metadata is not None:
-        _check_version(file, header.get("version"))
         _check_geometry(file, metadata, geometry)
         warnings = _check_weights(file, metadata, weights_fingerprint)
     found = collect_scales(
@@ -87,8 +88,11 @@ def read_scales_file(
 def write_scales_file(path: Path | str, scales: ModelScales, metadata: ScalesFileMetadata) -> None:
     """Write ``scales`` to ``path``, whole or not at all; an existing file is replaced.
 
+    Equal scales and metadata give the same bytes.
+
     Raises:
         ScaleError: there is nothing to write, or a value is no scale.
+        OSError: the file cannot be written; names it, its size and the room there is.
     """
     file = Path(path)
     tensors: dict[str, torch.Tensor] = {}
@@ -103,7 +107,7 @@ def write_scales_file(path: Path | str, scales: ModelScales, metadata: ScalesFil
             tensors[f"layers.{layer}.{side}_scale"] = torch.tensor(scale.values)
     if not tensors:
         raise ScaleError(f"There are no scales to write to {file}.")
-    _replace(file, save(tensors, metadata.as_text()))
+    write_tensors(file, tensors, {**metadata.as_text(), CHECKSUM: checksum(tensors)})
 
 
 def _check_version(file: Path, version: str | None) -> None:
@@ -134,18 +138,3 @@ def _check_weights(
         "model's. They are used, but values may be clipped more than they need be: calibrate this "
         "model (kv8 calibrate).",
     )
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Write beside ``file`` and rename, so that no reader ever sees half a file."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
-    except OSError as error:
-        raise ScaleError(f"{file} cannot be written: {error}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -94,6 +94,12 @@ def file_metadata(file: Path) -> dict[str, str]:
         return dict(opened.metadata() or {})
 
 
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a small file."""
+    with _open(file) as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in ``file``.
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -211,6 +213,12 @@ def test_other_options_do_not_go_on_from_it(
             small(model, text, output=output)
     with pytest.raises(RequestError, match=r"another calibration: batch_size was 4, is 3"):
         small(model, text, output=output, batch_size=3)
+    with pytest.raises(RequestError, match=r"another calibration: samples was 24, is 20\."):
+        small(model, text, output=output, samples=20)
+    text.write_text(TEXT[::-1])
+    with pytest.raises(RequestError, match=r"the content of data \(.*text\.txt\) has changed"):
+        small(model, text, output=output)
+    text.write_text(TEXT)
     # The statistic is chosen when all is seen, so another one may go on.
     assert small(model, text, output=output, statistic="mse").files
 
@@ -286,3 +294,25 @@ def test_observations_of_random_tokens_say_so(tiny_model: TinyModel, tmp_path: P
     found = small(tiny_model(), "random", samples=5, max_length=32, output=tmp_path / "out")
     assert str(found.scales.layer(0).k.origin).endswith("random tokens, absmax")
     assert Observations("float32").source == ""
+
+
+def test_a_limit_on_a_files_size_is_said_with_both_sizes(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the progress nor the report can be written: that is an error of kv8's, and told."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OutputError) as error:
+            small(tiny_model(), text, output=tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.exit_code == 1
+    told = (
+        rf"{tmp_path / 'out'} cannot be written: report\.json takes .* KiB: File too large "
+        rf"\(a file may have 2\.93 KiB, says ulimit -f\)\. Nothing was left behind"
+    )
+    assert re.match(told, str(error.value))
+    assert "writing-" not in str(error.value)
+    assert re.search(r"progress could not be saved .*\.out\.partial takes .* KiB", caplog.text)
+    assert list(tmp_path.iterdir()) == [text]

@@ -55,7 +55,9 @@ def test_merged_observations_are_those_of_all_samples(tmp_path: Path) -> None:
     assert same(Observations.load(tmp_path / "seen"), together)
 
 
-@pytest.mark.parametrize("damage", ["missing", "text", "cut", "other"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "text", "cut", "other", "one bit of a tensor", "a count"]
+)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "seen"
     fill(Observations()).save(path)
@@ -65,6 +67,14 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         path.write_text("nothing of the kind")
     elif damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "one bit of a tensor":
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    elif damage == "a count":
+        content, held_out = path.read_bytes(), b'held_out\\": 0'
+        assert held_out in content
+        path.write_bytes(content.replace(held_out, held_out[:-1] + b"1"))
     else:
         from safetensors.torch import save_file
 

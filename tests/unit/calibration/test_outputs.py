@@ -19,7 +19,7 @@ from tests.written_scales import geometry_in, made_up_scales, metadata_for, writ
 from kv8.calibration import outputs
 from kv8.calibration.checkpoint_config import check_declarable, declare_cache
 from kv8.calibration.outputs import check_outputs
-from kv8.errors import OutputError, RequestError, ScaleError
+from kv8.errors import ModelError, OutputError, RequestError, ScaleError
 from kv8.formats.base import FP8_E5M2
 from kv8.models.source import resolve_source
 from kv8.scales.checkpoint import read_checkpoint
@@ -247,6 +247,17 @@ def test_provenance_is_in_both_files(tiny_model: TinyModel, tmp_path: Path) -> N
     assert str(file.origin).startswith(f"calibration, {measured}")
     assert str(checkpoint.origin).startswith(f"checkpoint: {P.format(3, 'k')} in model-00002-of")
     assert str(checkpoint.origin).endswith(f"(calibration, {measured})")
+
+
+def test_a_damaged_shard_of_scales_is_refused_by_name(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    model, folder = tiny_model(), tmp_path / "out"
+    write(model, folder)
+    content = shard_of(folder).read_bytes()
+    shard_of(folder).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is damaged"):
+        read_checkpoint(folder, geometry_in(model))
 
 
 def test_a_constant_for_a_silent_head_is_told_from_a_measured_scale(

@@ -202,6 +202,23 @@ def test_a_model_writes_its_own_text(tiny_model, tokenizer):
     assert found.description == "text the model wrote itself, seed 5"
 
 
+def test_it_goes_on_after_texts_it_wrote_before(tiny_model):
+    """Groups do not depend on one another, so the rest is what it would have been."""
+    groups: list[list[list[int]]] = []
+    writer = text_writer(
+        start_engine(tiny_model()), seed=5, on_texts=lambda texts: groups.append(list(texts))
+    )
+    whole = writer(10, 40)
+    assert [len(texts) for texts in groups] == [4, 8, 10]
+    assert groups[-1] == whole
+    steps: list[int] = []
+    rest = text_writer(start_engine(tiny_model()), seed=5, on_step=steps.append, written=groups[0])
+    assert rest(10, 40) == whole
+    assert sum(steps) == 6 * 40
+    nothing = text_writer(start_engine(tiny_model()), seed=5, on_step=pytest.fail, written=whole)
+    assert nothing(10, 40) == whole
+
+
 def test_an_interrupt_leaves_no_request_behind(tiny_model):
     engine = start_engine(tiny_model())
 

@@ -81,7 +81,8 @@ def test_the_file_explains_itself(tmp_path: Path) -> None:
     file = tmp_path / "scales.safetensors"
     write_scales_file(file, SCALES, METADATA)
     header = file_metadata(file)
-    assert parse_header(header) == METADATA
+    assert parse_header(header, "scales") == METADATA
+    assert len(header["checksum"]) == 32
     assert header["format"] == "kv8-scales"
     assert header["version"] == "1"
     assert header["statistic"] == "absmax"
@@ -104,10 +105,11 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     file.write_bytes(b"old")
 
     def full(_: int) -> None:
-        raise OSError("no space left on device")
+        raise OSError(28, "no space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ScaleError, match="no space left"):
+    told = r"scales\.safetensors takes 1\..* KiB: no space left on device \(.* are free\)"
+    with pytest.raises(OSError, match=told):
         write_scales_file(file, SCALES, METADATA)
     assert file.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [file]
@@ -119,7 +121,7 @@ def test_bad_or_no_scales_are_not_written(tmp_path: Path) -> None:
         with pytest.raises(ScaleError, match=match):
             write_scales_file(tmp_path / "scales.safetensors", scales, METADATA)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ScaleError, match="cannot be written"):
+    with pytest.raises(OSError, match=r"scales\.safetensors takes .*: No such file"):
         write_scales_file(tmp_path / "missing" / "scales.safetensors", SCALES, METADATA)
 
 
@@ -179,6 +181,60 @@ def test_another_models_file_and_a_newer_version_are_refused(tmp_path: Path) -> 
     newer = save(tmp_path, {"layers.0.k_scale": ONE}, format="kv8-scales", version="2")
     with pytest.raises(ScaleError, match="version '2'"):
         read_scales_file(newer, GEOMETRY)
+
+
+@pytest.mark.parametrize("change", ["a bit", "k for v"])
+def test_scales_that_are_not_those_written_are_refused_by_name(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "scales.safetensors"
+    write_scales_file(file, SCALES, METADATA)
+    content = file.read_bytes()
+    if change == "a bit":
+        content = content[:-1] + bytes([content[-1] ^ 1])  # the last scale's exponent
+    else:
+        k, v = (content.index(f'"layers.1.{side}_scale"'.encode()) for side in "kv")
+        swapped = bytearray(content)
+        swapped[k + 10], swapped[v + 10] = content[v + 10], content[k + 10]
+        content = bytes(swapped)
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=r"scales\.safetensors is damaged: the checksum"):
+        read_scales_file(file, GEOMETRY)
+
+
+def test_a_file_without_a_checksum_is_read(tmp_path: Path) -> None:
+    """Older versions of kv8 wrote none, and what others call so is not ours."""
+    tensors = {"layers.0.k_scale": ONE}
+    old = save(tmp_path, tensors, **METADATA.as_text())
+    assert len(read_scales_file(old, GEOMETRY).layers) == 1
+    foreign = save(tmp_path, tensors, checksum="of something else")
+    assert len(read_scales_file(foreign, GEOMETRY).layers) == 1
+
+
+def test_equal_scales_are_equal_bytes(tmp_path: Path) -> None:
+    for name in "ab":
+        write_scales_file(tmp_path / name, SCALES, METADATA)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "allowed"),
+    [
+        ("num_tokens", "-1", "a whole number of at least 0"),
+        ("num_tokens", "4096.0", "a whole number of at least 0"),
+        ("num_tokens", "many", "a whole number of at least 0"),
+        ("num_tokens", "", "a whole number of at least 0"),
+        ("num_tokens", "9" * 5000, "a whole number of at least 0"),
+        ("strategy", "channel", "tensor or attn_head, or left out"),
+        ("kv_cache_dtype", "fp9", "fp8_e4m3 or fp8_e5m2"),
+    ],
+)
+def test_provenance_is_read_strictly(tmp_path: Path, entry: str, value: str, allowed: str) -> None:
+    header = METADATA.as_text() | {entry: value}
+    file = save(tmp_path, {"layers.0.k_scale": ONE}, **header)
+    told = (
+        rf"mine\.safetensors: {entry} in its header is .*, and must be .*{allowed}.*calibrate again"
+    )
+    with pytest.raises(ScaleError, match=told):
+        read_scales_file(file, GEOMETRY)
 
 
 def test_no_file_and_no_safetensors_are_refused(tmp_path: Path) -> None:
