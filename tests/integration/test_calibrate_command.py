@@ -272,3 +272,13 @@ def test_python_says_the_same_as_the_command(tiny_model, texts, tmp_path):
     }
     with pytest.raises(KV8Error, match=r"sampels.*Did you mean samples"):
         package.calibrate(tiny_model(), texts, sampels=8)
+
+
+def test_inspect_says_when_scales_are_measured(tiny_model):
+    """It reads no weights, so the table cannot show what ``--calibrate-on`` will find."""
+    words = ("inspect", tiny_model(), "--kv-cache-dtype", "fp8")
+    hint = "The scales are measured when the model is loaded"
+    for more, expected in ((("--calibrate-on", "random"), True), ((), False)):
+        result = kv8(*words, *more)
+        assert result.code == 0
+        assert (hint in result.err) is expected

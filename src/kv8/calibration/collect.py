@@ -84,6 +84,7 @@ def collect(
 
     Raises:
         RequestError: a sample cannot be computed.
+        CapacityError: there is no memory for a batch.
         ScaleError: a value was NaN or infinite; names layer and side.
     """
     check_samples(samples, config)
@@ -92,7 +93,8 @@ def collect(
     pending = [b for b in sample_batches(parts, batch_size) if b.num_done > start]
     if not pending:
         return
-    collector = _Collector(model, config, longest=max(map(len, samples)), batch_size=batch_size)
+    most = max(len(batch.samples) for batch in pending)
+    collector = _Collector(model, config, longest=max(map(len, samples)), batch_size=most)
     for batch in pending:
         seen = collector.observe(batch, samples)
         seen.check_finite()

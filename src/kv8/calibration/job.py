@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from kv8._version import __version__
-from kv8.calibration.options import CALIBRATION_FIELDS, ENGINE_OPTIONS, CalibrationOptions
+from kv8.calibration.options import (
+    CALIBRATION_FIELDS,
+    DEFAULT_MAX_LENGTH,
+    ENGINE_OPTIONS,
+    CalibrationOptions,
+)
 from kv8.calibration.outputs import check_outputs
 from kv8.calibration.partial_facts import Facts
 from kv8.calibration.sources import RANDOM, SELF, Samples, load_samples
@@ -32,7 +37,7 @@ class Job:
         engine_options: of the engine whose model is observed; its cache is not quantized.
         source: the model's files.
         output: folder to write to, or `None`.
-        max_length: most tokens of a sample: as asked, or the model's limit.
+        max_length: most tokens of a sample: as asked, or what fits the model.
     """
 
     asked: CalibrationOptions
@@ -52,17 +57,14 @@ class Job:
         Raises:
             RequestError: the text cannot be read.
         """
-        asked = self.asked
-        samples = load_samples(
-            asked.data,
+        return load_samples(
+            self.asked.data,
             tokenizer,
-            samples=asked.samples,
+            samples=self.asked.samples,
             max_length=self.max_length,
             seed=self.engine_options.seed,
             write_text=write_text,
         )
-        # What was asked for is what the user typed, also where the model's limit is shorter.
-        return replace(samples, tokens_asked=asked.samples * asked.max_length)
 
     def facts(self, samples: Samples | None) -> Facts:
         """Return all that decides what will be observed, by names a person understands.
@@ -81,7 +83,7 @@ class Job:
             "dtype": options.kv_cache_dtype,
             "attention_backend": options.attention_backend,
             "max_num_batched_tokens": options.max_num_batched_tokens,
-            "batch_size": asked.batch_size,
+            "batch_size": min(asked.batch_size, asked.samples),  # more makes no difference
             "held_out": asked.held_out_share,
         }
         data = {"data": asked.data, "samples": asked.samples, "max_length": self.max_length}
@@ -120,7 +122,7 @@ def prepare(model: str | Path, data: str | Path, options: Mapping[str, Any]) -> 
             kv_cache_dtype=asked.kv_format.name,
             queries=asked.query_scales,
         )
-    max_length = min(asked.max_length, geometry.max_position)
+    max_length = _max_length(asked, geometry, source)
     return Job(
         asked=asked,
         engine_options=_unquantized(engine_options, geometry, max_length),
@@ -128,6 +130,17 @@ def prepare(model: str | Path, data: str | Path, options: Mapping[str, Any]) -> 
         output=output,
         max_length=max_length,
     )
+
+
+def _max_length(asked: CalibrationOptions, geometry: ModelGeometry, source: ModelSource) -> int:
+    if asked.max_length is None:
+        return min(DEFAULT_MAX_LENGTH, geometry.max_position)
+    if asked.max_length > geometry.max_position:
+        raise RequestError(
+            f"max_length={asked.max_length} is longer than {source.name} can read: at most "
+            f"{geometry.max_position} tokens. Give no more, or leave max_length (--max-length) out."
+        )
+    return asked.max_length
 
 
 def _unquantized(options: EngineOptions, geometry: ModelGeometry, max_length: int) -> EngineOptions:

@@ -11,7 +11,7 @@ from kv8.calibration.partial import PartialResult
 from kv8.calibration.parts import split_samples
 from kv8.calibration.sources import RANDOM, Samples
 from kv8.engine.engine import Engine
-from kv8.errors import KV8Error
+from kv8.errors import CapacityError, KV8Error
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ def observe(
 
     Raises:
         RequestError: a sample cannot be computed.
+        CapacityError: there is no memory for ``batch_size`` samples.
         ScaleError: a value was NaN or infinite; names layer and side.
     """
     sequences = samples.sequences
@@ -58,6 +59,12 @@ def observe(
                 start=num_done,
                 on_batch=on_batch,
             )
+        except CapacityError as error:
+            raise CapacityError(
+                f"There is no memory for {min(job.asked.batch_size, len(sequences))} samples of up "
+                f"to {max(map(len, sequences))} tokens at once ({error}) Lower batch_size "
+                f"(--batch-size) or max_length (--max-length)."
+            ) from error
         except KV8Error:
             raise  # it would fail again: there is nothing to go on with
         except BaseException:

@@ -14,6 +14,7 @@ from kv8.scales.validity import Strategy
 CalibratedDtype = Literal["fp8", "fp8_e4m3", "fp8_e5m2"]
 
 DEFAULT_HELD_OUT: Final = 0.1
+DEFAULT_MAX_LENGTH: Final = 2048
 
 # Options of the engine that have a say in a calibration. The cache it observes is not quantized,
 # and everything about serving has no part in it.
@@ -59,7 +60,11 @@ class CalibrationOptions:
         DEFAULT_PERCENTILE, "Percent of the values that statistic=percentile keeps whole."
     )
     samples: int = _option(512, "Most samples to calibrate on, those held out included.")
-    max_length: int = _option(2048, "Most tokens of a sample.")
+    max_length: int | None = _option(
+        None,
+        f"Most tokens of a sample. Default: {DEFAULT_MAX_LENGTH}, or the model's limit if that is "
+        "less.",
+    )
     held_out: float | None = _option(
         None,
         "Share of the samples kept apart to judge the scales by. Default: 0.1, and 0 for "
@@ -90,7 +95,9 @@ class CalibrationOptions:
                 f"{self.data!r:.80}."
             )
         check_statistic(self.statistic, self.strategy, self.percentile)
-        check_limits(self.samples, self.max_length)
+        check_limits(
+            self.samples, DEFAULT_MAX_LENGTH if self.max_length is None else self.max_length
+        )
         for name in ("query_scales", "checkpoint"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}.")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kv8.calibration.new_folder import check_new_folder
 from kv8.errors import OutputError, RequestError
+from kv8.scales.storage import NO_ROOM
 
 
 @contextmanager
@@ -19,8 +20,9 @@ def locked_output(folder: Path) -> Iterator[None]:
     """Have the output ``folder`` to oneself inside the ``with`` block.
 
     Raises:
-        RequestError: another process is at work on it, or has just finished it.
-        OutputError: no file can be made beside it, so the folder could not be made either.
+        RequestError: another process is at work on it, or has just finished it; or no file can be
+            made beside it, so the folder could not be made either.
+        OutputError: the same, because the disk is full.
     """
     path = folder.absolute().with_name(f".{folder.name}.lock")
     lock = _lock(path, folder)
@@ -56,7 +58,8 @@ def _lock(path: Path, folder: Path) -> int:
             os.close(lock)
             raise
     except OSError as error:
-        raise OutputError(
+        fault = OutputError if error.errno in NO_ROOM else RequestError
+        raise fault(
             f"The output folder {folder} cannot be made: its place takes no new file "
             f"({error.strerror or error}). Choose another place."
         ) from error

@@ -19,6 +19,7 @@ from kv8.calibration.interrupts import held_interrupts
 from kv8.calibration.observations import Observations
 from kv8.calibration.partial_facts import Facts
 from kv8.errors import RequestError
+from kv8.scales.storage import temporary_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class PartialResult:
         self.observations: Observations | None = None
         self._facts = facts
         self._last_save = time.monotonic()
+        self._remove_leftovers()
         if self.path.exists():
             self._load()
 
@@ -93,6 +95,12 @@ class PartialResult:
     def remove(self) -> None:
         """Delete the file, if there is one."""
         self.path.unlink(missing_ok=True)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a process left that was killed while it saved; the output is locked by us."""
+        for path in self.path.absolute().parent.iterdir():
+            if path.name.startswith(temporary_prefix(self.path)):
+                path.unlink(missing_ok=True)
 
     def _load(self) -> None:
         way_out = f"Remove {self.path} to start over, or give another output folder."

@@ -124,7 +124,13 @@ def make_report(
         num_tokens={part: observations.num_tokens[part] for part in PARTS},
         rows=tuple(rows),
         reads={layer.layer: layer.kv_source for layer in geometry.layers if not layer.owns_kv},
-        warnings=find_warnings(rows, observations, conditions.strategy),
+        warnings=find_warnings(
+            rows,
+            observations,
+            conditions.strategy,
+            conditions.statistic,
+            conditions.percentile,
+        ),
     )
 
 

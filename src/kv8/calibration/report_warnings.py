@@ -5,6 +5,7 @@ from typing import Final
 
 from kv8.calibration.observations import MEASURED, Observations
 from kv8.calibration.report_side import SideReport
+from kv8.calibration.statistic_names import DEFAULT_PERCENTILE
 from kv8.engine.layer_table import format_share
 from kv8.scales.validity import Strategy
 from kv8.scales.wording import layer_list
@@ -21,12 +22,21 @@ MUCH_ERROR: Final = 0.1
 
 
 def find_warnings(
-    rows: Sequence[SideReport], observations: Observations, strategy: Strategy
+    rows: Sequence[SideReport],
+    observations: Observations,
+    strategy: Strategy,
+    statistic: str = "absmax",
+    percentile: float = DEFAULT_PERCENTILE,
 ) -> tuple[str, ...]:
     """Return a sentence or two for each thing that is not as it should be."""
     by_head = (
         "Use one scale a head (strategy attn_head), or keep" if strategy == "tensor" else "Keep"
     )
+    less_clipping = _less_clipping(statistic, percentile)
+    clipped = [
+        row for row in rows if less_clipping and (row.saturated_share or 0) > MUCH_SATURATION
+    ]
+    changes = "storing changes the held-out values of a head by up to"
     found = [
         _about(
             rows,
@@ -40,13 +50,14 @@ def find_warnings(
             lambda row: row.saturated_share,
             MUCH_SATURATION,
             "the held-out values that saturate are up to",
-            "Use more text, or the statistic absmax.",
+            less_clipping or "Use more text.",
         ),
+        _about(clipped, lambda row: row.error, MUCH_ERROR, changes, less_clipping),
         _about(
-            rows,
+            [row for row in rows if row not in clipped],
             lambda row: row.error,
             MUCH_ERROR,
-            "storing changes the held-out values of a head by up to",
+            changes,
             f"{by_head} these layers unquantized (--kv-cache-dtype-skip-layers).",
         ),
     ]
@@ -64,7 +75,7 @@ def find_warnings(
     if not observations.num_samples["held_out"]:
         found.append(
             "No text was held out, so what the scales do to text they were not made from is not "
-            "known. It takes four samples or more, and a share to hold out (held_out)."
+            "known. It takes four samples or more, and a share to hold out (held_out, --held-out)."
         )
     return tuple(text for text in found if text)
 
@@ -82,10 +93,22 @@ def _about(
         return ""
     where = _places([row for _, row in above])
     worst, row = max(above, key=lambda pair: pair[0])
-    return (
-        f"{where}: {finding} {format_share(worst)} (layer {row.layer}, {row.side}), more than "
-        f"{format_share(limit)}. {remedy}"
-    )
+    much = format_share(limit)
+    which = f" (layer {row.layer}, {row.side})" if len(above) > 1 else ""
+    return f"{where}: {finding} {format_share(worst)}{which}, more than {much}. {remedy}"
+
+
+def _less_clipping(statistic: str, percentile: float) -> str:
+    """Return what to do where values saturate that the statistic leaves out; "" if it is none."""
+    if statistic == "percentile":
+        return (
+            f"The scales leave out what is beyond percentile {percentile:g}: use a higher one, or "
+            f"the statistic absmax."
+        )
+    if statistic == "llmcompressor":
+        return "The scales are made from averages of extremes: use the statistic absmax."
+    # mse clips only what costs more to keep
+    return ""
 
 
 def _places(rows: Sequence[SideReport]) -> str:

@@ -97,7 +97,7 @@ def _parsed(line: bytes, where: str) -> Any:
         ) from error
     except json.JSONDecodeError as error:
         raise RequestError(
-            f"{where}: is not JSON ({error.msg} at column {error.colno}): "
+            f"{where}: is not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): "
             f"{line.decode().strip()!r:.60}. Mend or remove the line."
         ) from error
     except RecursionError:

@@ -43,6 +43,11 @@ def record_tokens(record: Any, tokenizer: Any, joints: Joints, where: str) -> Se
     if record.get("messages") is not None:
         return _conversation(record["messages"], tokenizer, where)
     text = record.get("text")
+    if text is None and "text" in record:
+        nulls = '"text" and "messages" are' if "messages" in record else '"text" is'
+        raise RequestError(
+            f"{where}: {nulls} null; {_WANTED} in it. Mend the record, or leave it out."
+        )
     if text is None:
         found = ", ".join(map(str, record)) or "none"
         raise RequestError(f"{where}: {_WANTED}; its fields are {found}.")
@@ -65,8 +70,27 @@ def _conversation(messages: Any, tokenizer: Any, where: str) -> Sequence[int]:
             f'{where}: "messages" must be a list of {{"role": ..., "content": ...}}, found '
             f"{messages!r:.60}."
         )
+    plain = [_message(each, number, where) for number, each in enumerate(messages, start=1)]
     try:
-        [(_, tokens)] = conversations(messages, tokenizer, add_generation_prompt=False)
+        [(_, tokens)] = conversations(plain, tokenizer, add_generation_prompt=False)
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from error
     return tokens
+
+
+def _message(message: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
+    """Return a message as templates read it: nothing is null.
+
+    A message that calls tools has no content, or null, in many data sets, and templates that put
+    texts together fail at that. Whatever else is null was not there: tables have every column in
+    every row.
+    """
+    given = {name: value for name, value in message.items() if value is not None}
+    if "content" not in given and given.get("tool_calls"):
+        given["content"] = ""
+    elif "content" not in given and "content" in message:
+        raise RequestError(
+            f'{where}: the "content" of message {number} is null. It must be text, except in a '
+            f'message with "tool_calls". Mend or remove the conversation.'
+        )
+    return given

@@ -43,6 +43,9 @@ def calibrate(
     kv8 calibrate smollm2 --data texts.txt --output scales
 
     Interrupted, it keeps what it has seen beside the folder; the same command goes on from there.
+
+    Exit codes: 0 done; 1 failed (the disk is full, too); 2 refused; 130 or 143 interrupted by
+    ctrl-C or SIGTERM.
     """
     start_logging(output)
     from kv8.calibration.calibrate import calibrate

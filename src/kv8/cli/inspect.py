@@ -32,3 +32,9 @@ def inspect(
         say(str(report))
     for warning in config.warnings:
         note(f"kv8: warning: {warning}")
+    if options.measures_scales:
+        note(
+            "The scales are measured when the model is loaded (kv8 generate, chat, serve), and "
+            "shown there. To see them here, write them to a file with kv8 calibrate, and give that "
+            "with --kv-scales."
+        )

@@ -10,6 +10,7 @@ from kv8.calibration.packing import digest
 from kv8.calibration.report import CalibrationReport, Conditions, make_report
 from kv8.calibration.scales import make_scales
 from kv8.calibration.sources import Samples
+from kv8.calibration.statistic_names import DEFAULT_PERCENTILE
 from kv8.formats.base import FP8_E4M3, KVFormat
 from kv8.geometry import LayerGeometry, ModelGeometry
 from kv8.scales.scale import SIDES, Side
@@ -79,12 +80,14 @@ def report_on(
     *,
     strategy: Strategy = "tensor",
     statistic: str = "absmax",
+    percentile: float = DEFAULT_PERCENTILE,
     kv_format: KVFormat = FP8_E4M3,
 ) -> CalibrationReport:
     """Return the report on the scales that ``observations`` give."""
     num = sum(observations.num_samples.values())
     sequences = tuple(tuple(range(TOKENS)) for _ in range(num))
     samples = Samples(sequences, 1_000, num * TOKENS, "texts.txt", digest(sequences))
-    conditions = Conditions("tiny", samples, kv_format, strategy, statistic)
-    scales = make_scales(observations, geometry, kv_format, strategy=strategy, statistic=statistic)
+    conditions = Conditions("tiny", samples, kv_format, strategy, statistic, percentile)
+    how: dict[str, Any] = {"strategy": strategy, "statistic": statistic, "percentile": percentile}
+    scales = make_scales(observations, geometry, kv_format, **how)
     return make_report(observations, scales, geometry, conditions)

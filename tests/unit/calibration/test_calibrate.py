@@ -22,7 +22,7 @@ from kv8.calibration.observations import Observations
 from kv8.calibration.observer import ObservingBackend
 from kv8.calibration.options import CalibrationOptions
 from kv8.calibration.partial import PartialResult
-from kv8.errors import OutputError, RequestError, ScaleError
+from kv8.errors import CapacityError, OutputError, RequestError, ScaleError
 from kv8.llm import LLM
 
 TEXT = "".join(
@@ -276,9 +276,28 @@ def test_an_output_that_exists_is_refused_before_weights_are_read(
 
 
 def test_samples_are_no_longer_than_the_model_allows(tiny_model: TinyModel, text: Path) -> None:
-    found = calibrate(tiny_model(), text, use_tqdm=False, samples=3, max_length=2048)
+    found = calibrate(tiny_model(), text, use_tqdm=False, samples=3)
     assert max(map(len, found.samples.sequences)) <= 512
-    assert found.samples.tokens_asked == 3 * 2048
+    assert found.samples.tokens_asked == 3 * 512
+    calibrate(tiny_model(), text, use_tqdm=False, samples=3, max_length=512)
+    told = r"max_length=513 is longer than .* can read: at most 512 tokens\. Give no more"
+    with pytest.raises(RequestError, match=told):
+        calibrate(tiny_model(), text, use_tqdm=False, samples=3, max_length=513)
+
+
+def test_a_batch_is_no_larger_than_the_samples(
+    tiny_model: TinyModel, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = small(tiny_model(), text, samples=4, batch_size=10**9)
+    assert numbers(found.scales) == numbers(small(tiny_model(), text, samples=4).scales)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CapacityError("8 GiB could not be allocated.")
+
+    monkeypatch.setattr("kv8.calibration.collect.Runner", refuse)
+    told = r"no memory for 3 samples of up to 60 tokens at once .*Lower batch_size \(--batch-size\)"
+    with pytest.raises(CapacityError, match=told):
+        small(tiny_model(), text, samples=4, batch_size=3)
 
 
 def test_llmcompressor_holds_nothing_out_unless_asked() -> None:

@@ -95,7 +95,7 @@ def test_a_place_that_takes_no_files_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = r"/proc/out cannot be made: .*\(No such file"
-    with pytest.raises(OutputError, match=told), locked_output(Path("/proc/out")):
+    with pytest.raises(RequestError, match=told), locked_output(Path("/proc/out")):
         pytest.fail("nothing can be written there")
 
     def full(*_: object) -> None:

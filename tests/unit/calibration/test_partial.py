@@ -75,6 +75,13 @@ def test_another_calibrations_progress_is_refused_naming_the_differences(
     PartialResult(tmp_path / "other", other)
 
 
+def test_what_a_process_killed_while_saving_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "..out.partial.writing-1.tmp").write_bytes(b"half of it")
+    (tmp_path / "..other.partial.writing-1.tmp").write_bytes(b"somebody else's")
+    PartialResult(tmp_path / "out", FACTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["..other.partial.writing-1.tmp"]
+
+
 def test_the_same_content_by_another_name_is_the_same(tmp_path: Path) -> None:
     PartialResult(tmp_path / "out", FACTS).save(SAMPLES, seen(), 2)
     renamed = Facts.of(FACTS.decisive, {"data": FACTS.options["data"] | {"data": "b.txt"}})

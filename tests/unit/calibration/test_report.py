@@ -112,6 +112,20 @@ def test_a_tensor_whose_heads_differ_too_much_is_named_with_the_remedy():
     assert report_on(observations, GEOMETRY, strategy="attn_head").warnings == ()
 
 
+def test_what_a_low_percentile_clips_is_laid_to_it():
+    report = report_on(observe(GEOMETRY), GEOMETRY, statistic="percentile", percentile=50)
+    assert len(report.warnings) == 2
+    for warning in report.warnings:
+        assert "leave out what is beyond percentile 50: use a higher one, or" in warning
+        assert "attn_head" not in warning
+
+
+def test_one_place_is_named_once():
+    observations = observe(GEOMETRY, ranges={(1, "v"): [2.0**20, 1.0]})
+    [warning] = report_on(observations, GEOMETRY).warnings
+    assert "(layer 1, v)" not in warning
+
+
 @pytest.mark.parametrize(("factor", "unstable"), [(1.24, False), (1.26, True), (0.5, True)])
 @pytest.mark.parametrize("statistic", ["absmax", "percentile", "mse", "llmcompressor"])
 def test_halves_that_disagree_are_unstable(factor, unstable, statistic):

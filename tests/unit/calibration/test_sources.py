@@ -121,6 +121,13 @@ def _bad_line(text: str | bytes) -> bytes:
         ("a.jsonl", _bad_line('{"text": "cut'), r"line 7: is not JSON \(Unterminated.* column 10"),
         ("a.jsonl", _bad_line(b'{"text": "\xff"}'), r"line 7: is not text in UTF-8 .*at byte 10"),
         ("a.jsonl", _bad_line("[" * 100_000), "line 7: is nested too deeply|line 7: is not JSON"),
+        ("a.jsonl", _bad_line('{"text": null}'), 'line 7: "text" is null; must be an object'),
+        (
+            "a.jsonl",
+            _bad_line('{"text": null, "messages": null}'),
+            'line 7: "text" and "messages" are null',
+        ),
+        ("a.jsonl", _bad_line('{"text": "\t"}'), "(Invalid control character at column 11)"),
         ("a.jsonl", _bad_line('"text"'), 'line 7: must be an object with "text" or "messages"'),
         ("a.jsonl", _bad_line('{"prompt": "a"}'), "line 7: .*; its fields are prompt"),
         ("a.jsonl", _bad_line("{}"), "line 7: .*; its fields are none"),
@@ -230,6 +237,25 @@ def test_an_interrupt_leaves_no_request_behind(tiny_model):
     assert not engine.has_unfinished
 
 
+def test_a_message_that_calls_tools_needs_no_content(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}{% endfor %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
+    user = {"role": "user", "content": "Where is the lamp?", "tool_calls": None}
+    try:
+        for number, message in enumerate((call, {**call, "content": None})):
+            line = json.dumps({"messages": [user, message]})
+            found = _load(_write(tmp_path / f"{number}.jsonl", line), tokenizer, samples=1)
+            assert _stream(found) == _ids(tokenizer, "user:Where is the lamp?assistant:look")
+        line = json.dumps({"messages": [user, {"role": "assistant", "content": None}]})
+        with pytest.raises(RequestError, match=r'line 1: the "content" of message 2 is null'):
+            _load(_write(tmp_path / "x.jsonl", line), tokenizer)
+    finally:
+        tokenizer.chat_template = None
+
+
 def test_self_needs_somebody_to_write(tokenizer):
     with pytest.raises(RequestError, match="needs a model that can write"):
         _load("self", tokenizer)
@@ -304,7 +330,7 @@ def test_a_dataset_s_faults_are_named(datasets, tokenizer, tmp_path):
     with pytest.raises(RequestError, match="no split 'train'; it has one, two"):
         _load(save("b", two), tokenizer)
     empty = datasets.Dataset.from_list([*ROWS, {"text": None}])
-    with pytest.raises(RequestError, match="row 3: must be an object"):
+    with pytest.raises(RequestError, match='row 3: "text" is null'):
         _load(save("c", empty), tokenizer)
     (tmp_path / "d").mkdir()
     _write(tmp_path / "d" / "broken.jsonl", '{"text": "a"}\n{"text": ')
