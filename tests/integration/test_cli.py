@@ -317,7 +317,7 @@ def test_e4m3_and_e5m2_are_not_the_same(tiny_model) -> None:
         (["inspect", "MODEL", "--kv-cache-dtype-skip-layers"], ["at least one value"]),
         (["inspect", "--kv-cache-dtype-skip-layers", "0", "MODEL"], ["before it"]),
         (["plan", "MODEL", "--memory", "lots"], ["--memory", "'lots'"]),
-        (["serve", "MODEL"], ["No such command 'serve'"]),
+        (["dance", "MODEL"], ["No such command 'dance'"]),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(tiny_model, words, parts) -> None:
