@@ -1,8 +1,8 @@
 """A decoder layer computed by native kernels: what transformers' module computes, in fewer steps.
 
 Few rows (decoding) take two native calls a layer (`kv8.models.few_rows`), or one for all layers of
-a chain (`kv8.models.layer_chain`). Many rows (prefill) take torch's matrix products, of merged
-weights, and native operations between them (`kv8.models.many_rows`).
+a chain (`kv8.models.layer_chain`). Many rows (prefill) go block by block through native operations,
+with products of merged weights on the matrix unit or by torch (`kv8.models.many_rows`).
 """
 
 from typing import Any
