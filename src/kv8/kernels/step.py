@@ -96,8 +96,8 @@ class OperationStruct(ctypes.Structure):
     _fields_ = (("arguments", ctypes.c_void_p), ("kind", ctypes.c_int64))
 
 
-# Without a matrix unit, products of more rows are torch's, which repacks the weight each time. Where
-# it gets to be faster was measured: between 64 and some hundreds, whatever the instruction set.
+# Without a matrix unit, products of more rows are torch's, which repacks the weight each time.
+# Where it gets to be faster was measured: between 64 and some hundreds, on any instruction set.
 MOST_ROWS: Final = 64
 MOST_ROWS_ON_UNIT: Final = 1024  # where `multiplies_many_rows`
 
