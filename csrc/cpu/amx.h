@@ -50,14 +50,20 @@ struct alignas(64) Shapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
+
+  void set(int tile, int num_rows, int num_words) {
+    rows[tile] = static_cast<uint8_t>(num_rows), row_bytes[tile] = static_cast<uint16_t>(4 * num_words);
+  }
 };
 
-// Tiles of sixteen words: 0 to 3 and 5 to 7 of `rows` rows, 4 of sixteen. Clears them.
+// Clears the tiles. The compiler's own intrinsic does not say that all of the shapes are read.
+inline void configure(const Shapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
+
+// Tiles of sixteen words: 0 to 3 and 5 to 7 of `rows` rows, 4 of sixteen.
 inline void configure(int rows) {
   Shapes shapes;
-  for (int i = 0; i < 8; ++i)
-    shapes.row_bytes[i] = 64, shapes.rows[i] = static_cast<uint8_t>(i == 4 ? 16 : rows);
-  _tile_loadconfig(&shapes);
+  for (int i = 0; i < 8; ++i) shapes.set(i, i == 4 ? 16 : rows, 16);
+  configure(shapes);
 }
 
 inline void release() { _tile_release(); }

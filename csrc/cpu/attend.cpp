@@ -28,11 +28,11 @@ struct Scratch {
   float* group_maxima;   // the same, over a piece's whole group
   int64_t bytes;
 
-  Scratch(uint8_t* memory, const Plan& plan, int head_dim, Parts parts, int64_t record_floats,
+  Scratch(uint8_t* memory, const Plan& plan, Parts parts, int64_t record_floats,
           int num_threads, bool maxima) {
     const int rows = plan.max_rows;
     Arena counted{nullptr}, arena{memory};
-    (void)Workspace<Code>(counted, rows, head_dim, parts);
+    (void)Workspace<Code>(counted, rows, *plan.attend.cache, parts);
     workspace_bytes = counted.used;
     workspaces = arena.take<uint8_t>(workspace_bytes * num_threads);
     pieces = arena.take<Piece>(plan.num_pieces);
@@ -49,11 +49,11 @@ int64_t run(const kv8_attend& attend, int num_threads) {
   plan.fit(num_threads);
   plan.make(nullptr);
   const Attention<Code> attention(attend, plan);
-  const int rows = plan.max_rows, head_dim = attend.cache->head_dim;
+  const int rows = plan.max_rows;
   // FP8 attention rounds a row's weights relative to its maximum, which must be the final one.
   const bool maxima_first = attend.q_scale != nullptr;
   const Parts parts = Attention<Code>::parts(attend);
-  const Scratch<Code> scratch(static_cast<uint8_t*>(attend.scratch), plan, head_dim, parts,
+  const Scratch<Code> scratch(static_cast<uint8_t*>(attend.scratch), plan, parts,
                               attention.record_floats(), num_threads, maxima_first);
   if (scratch.bytes > attend.scratch_bytes) return scratch.bytes;
   const Piece* pieces = scratch.pieces;
@@ -67,7 +67,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Arena arena{scratch.workspaces + scratch.workspace_bytes * thread_number()};
-    Workspace<Code> work(arena, rows, head_dim, parts);
+    Workspace<Code> work(arena, rows, *attend.cache, parts);
     if (maxima_first) {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < plan.num_pieces; ++i)

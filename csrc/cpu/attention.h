@@ -1,12 +1,10 @@
 // The attention of one piece (plan.h) of a batch: its queries, its tiles, its output.
 #pragma once
 
-#include "plan.h"
+#include "walk.h"
 #include "workspace.h"
 
 namespace kv8::KV8_ISA {
-
-constexpr int kAhead = 2;  // tiles from what is computed to what is fetched
 
 template <class Code>
 class Attention {
@@ -16,7 +14,8 @@ class Attention {
   static_assert(kFewRows <= Products<Code>::kBlockRows);
 
   Attention(const kv8_attend& attend, const Plan& plan)
-      : a_(attend), cache_(*attend.cache), plan_(plan), head_dim_(attend.cache->head_dim) {
+      : a_(attend), cache_(*attend.cache), plan_(plan), head_dim_(attend.cache->head_dim),
+        walk_(attend, Workspace<Code>::row_bytes(*attend.cache)) {
     logits_.rounding = attend.q_scale != nullptr ? Rounding::kE4M3
                        : Products<Code>::kTakesParts && parts(attend).weight == 1
                            ? Rounding::kBFloat16
@@ -47,10 +46,10 @@ class Attention {
     const Sums total(work.total, rows, head_dim_);
     start_sums(part, rows, maxima);
     if (alone) start_sums(total, rows, maxima);
-    for_tiles(piece, next_piece, [&](int first_key, int h, const TileRows& tile, const TileRows& next) {
-      add_tile(piece, work, first_key, h, tile, next, part);
-      const int end_key = first_key + kTile;
-      if (h + 1 < piece.num_kv_heads || end_key % kSplit != 0 || end_key >= piece.end_key) return;
+    auto end_tile = [&](const Tile& tile) {
+      const int end_key = tile.first_key + kTile;
+      if (tile.head + 1 < piece.num_kv_heads || end_key % kSplit != 0 || end_key >= piece.end_key)
+        return;
       if (alone) {
         merge(total, part, rows, head_dim_);
       } else {
@@ -58,6 +57,10 @@ class Attention {
         part = Sums(records, rows, head_dim_);
       }
       start_sums(part, rows, maxima);
+    };
+    walk_.for_tiles(piece, next_piece, work.fetch, [&](const Tile& tile) {
+      add_tile(piece, work, tile, part);
+      end_tile(tile);
     });
     if (alone) {
       merge(total, part, rows, head_dim_);
@@ -71,15 +74,14 @@ class Attention {
     const int rows = num_rows(piece);
     pack_queries(piece, work);
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
-    for_tiles(piece, next_piece, [&](int first_key, int h, const TileRows& tile, const TileRows& next) {
-      work.products.load_keys(tile, next);
-      for_blocks(h * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
+    walk_.for_tiles(piece, next_piece, work.fetch, [&](const Tile& tile) {
+      work.products.load_keys(tile.rows, work.fetch);
+      for_blocks(tile.head * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
-        for_maxima(work, start, count, first_key, tile, [&](int r, float largest) {
+        for_maxima(work, start, count, tile, [&](int r, float largest) {
           if (largest > maxima[r]) maxima[r] = largest;
         });
       });
-      work.products.end_tile();
     });
   }
 
@@ -112,8 +114,9 @@ class Attention {
   }
 
   // Keys of a tile that a row sees, counted from the tile's first.
-  static KeyRange visible_in(const KeyRange& row, int first_key, const TileRows& tile) {
-    return {max(row.first - first_key, tile.first), min(row.end - first_key, tile.end)};
+  static KeyRange visible_in(const KeyRange& row, const Tile& tile) {
+    return {max(row.first - tile.first_key, tile.rows.first),
+            min(row.end - tile.first_key, tile.rows.end)};
   }
 
   void start_sums(const Sums& sums, int rows, const float* maxima) const {
@@ -158,50 +161,6 @@ class Attention {
     });
   }
 
-  // Call work(position of the tile's first key, which of the piece's KV heads, the tile, the one to
-  // fetch) for a piece's tiles. The last of them fetch the first of the next piece, which mostly is
-  // this thread's too.
-  template <class Work>
-  void for_tiles(const Piece& piece, const Piece& next_piece, Work&& work) const {
-    TileRows tiles[kAhead + 1];
-    const int heads = piece.num_kv_heads, first = piece.first_key / kTile;
-    const int count = ((piece.end_key - 1) / kTile - first + 1) * heads;
-    auto locate_tile = [&](int i) {
-      TileRows& tile = tiles[i % (kAhead + 1)];
-      if (i < count) return locate(piece, (first + i / heads) * kTile, i % heads, tile);
-      i = min(i - count, next_piece.num_kv_heads - 1);
-      locate(next_piece, next_piece.first_key / kTile * kTile, i, tile);
-    };
-    for (int i = 0; i < kAhead; ++i) locate_tile(i);
-    for (int i = 0; i < count; ++i) {
-      locate_tile(i + kAhead);
-      work((first + i / heads) * kTile, i % heads, tiles[i % (kAhead + 1)],
-           tiles[(i + kAhead) % (kAhead + 1)]);
-    }
-  }
-
-  void locate(const Piece& piece, int first_key, int h, TileRows& tile) const {
-    const int32_t* table = a_.block_table + piece.sequence * a_.table_width;
-    const int64_t row_bytes = head_dim_ * static_cast<int64_t>(sizeof(typename Code::Code));
-    tile.first = piece.first_key > first_key ? piece.first_key - first_key : 0;
-    tile.end = piece.end_key - first_key < kTile ? piece.end_key - first_key : kTile;
-    tile.hide_outside({tile.first, tile.end});
-    const int64_t head_bytes = cache_.block_size * row_bytes;
-    int block = (first_key + tile.first) / cache_.block_size;
-    int offset = first_key + tile.first - block * cache_.block_size;
-    for (int i = tile.first; i < tile.end; ++block, offset = 0) {
-      const int64_t in_block = (piece.kv_head + h) * head_bytes + offset * row_bytes;
-      const uint8_t* k = static_cast<const uint8_t*>(cache_.k_codes) +
-                         table[block] * cache_.k_block_stride + in_block;
-      const uint8_t* v = static_cast<const uint8_t*>(cache_.v_codes) +
-                         table[block] * cache_.v_block_stride + in_block;
-      const int count = min(cache_.block_size - offset, tile.end - i);
-      for (int j = 0; j < count; ++j)
-        tile.k[i + j] = k + j * row_bytes, tile.v[i + j] = v + j * row_bytes;
-      i += count;
-    }
-  }
-
   // Call work(first row, how many) for the rows that go through a tile together.
   template <class Work>
   static void for_blocks(int first, int rows, Work&& work) {
@@ -212,44 +171,72 @@ class Attention {
   // Turn the dot products of rows start <= r < start + count into logits, and call work(r, the
   // largest, rounded up). Vector by vector of rows, so that they need not wait for each other.
   template <class Work>
-  void for_maxima(Workspace<Code>& work, int start, int count, int first_key, const TileRows& tile,
-                  Work&& each) const {
+  void for_maxima(Workspace<Code>& work, int start, int count, const Tile& tile, Work&& each) const {
     alignas(64) float largest[kLanes * kLanes], maxima[kLanes];
     for (int first = 0; first < count; first += kLanes) {
       const int some = min(count - first, kLanes);
       for (int i = 0; i < some; ++i) {
         const int r = start + first + i;
-        store(largest + i * kLanes,
-              row_logits(work.dots + (first + i) * kTile, work.multipliers[r], logits_,
-                         visible_in(work.visible[r], first_key, tile)));
+        TileOfWeights x;
+        store(largest + i * kLanes, logits_of(work, r, first + i, tile, x));
+        for (int j = 0; j < kTile / kLanes; ++j) store(work.dots + (first + i) * kTile + j * kLanes, x[j]);
       }
       row_maxima(largest, some, maxima);
       for (int i = 0; i < some; ++i) each(start + first + i, maxima[i]);
     }
   }
 
-  void add_tile(const Piece& piece, Workspace<Code>& work, int first_key, int h,
-                const TileRows& tile, const TileRows& next, const Sums& sums) const {
-    auto visible = [&](int r) { return visible_in(work.visible[r], first_key, tile); };
-    work.products.load_keys(tile, next);
-    const int first = h * rows_of_head(piece);
+  // Add a tile to the sums of a head's rows.
+  void add_tile(const Piece& piece, Workspace<Code>& work, const Tile& tile,
+                const Sums& sums) const {
+    auto visible = [&](int r) { return visible_in(work.visible[r], tile); };
+    work.products.load_keys(tile.rows, work.fetch);
+    const int first = tile.head * rows_of_head(piece);
     for_blocks(first, rows_of_head(piece), [&](int start, int count) {
       work.products.multiply_keys(start, count, work.dots);
       // Here, because a matrix unit multiplies meanwhile.
-      if (start == first) work.products.load_values(tile, next);
-      for_maxima(work, start, count, first_key, tile, [&](int r, float largest) {
-        if (largest > sums.maxima[r]) raise(sums, r, head_dim_, largest);
-      });
+      if (start == first) work.products.load_values(tile.rows, work.fetch);
       with_rounding(logits_.rounding, [&](auto rounding) {
-        for (int i = 0; i < count; ++i) {
-          TileOfWeights weights;
-          soften<rounding>(work.dots + i * kTile, sums, start + i, weights);
-          work.products.set_weights(i, weights);
-        }
+        if (count <= 4) weigh_few<rounding>(work, start, count, tile, sums);
+        else weigh<rounding>(work, start, count, tile, sums);
       });
       work.products.add_values(start, count, visible, sums.values);
     });
-    work.products.end_tile();
+  }
+
+  // Turn the dot products of rows start <= r < start + count into weights.
+  template <Rounding kRounding>
+  void weigh(Workspace<Code>& work, int start, int count, const Tile& tile, const Sums& sums) const {
+    for_maxima(work, start, count, tile, [&](int r, float largest) {
+      if (largest > sums.maxima[r]) raise(sums, r, head_dim_, largest);
+    });
+    for (int i = 0; i < count; ++i) {
+      TileOfWeights x;
+      for (int j = 0; j < kTile / kLanes; ++j) x[j] = load(work.dots + i * kTile + j * kLanes);
+      soften<kRounding>(sums, start + i, x);
+      work.products.set_weights(i, x);
+    }
+  }
+
+  // The same for so few rows that their logits stay in registers.
+  template <Rounding kRounding>
+  void weigh_few(Workspace<Code>& work, int start, int count, const Tile& tile,
+                 const Sums& sums) const {
+    for (int i = 0; i < count; ++i) {
+      TileOfWeights x;
+      const float largest =
+          __builtin_ceilf(reduce_max(logits_of(work, start + i, i, tile, x)));
+      if (largest > sums.maxima[start + i]) raise(sums, start + i, head_dim_, largest);
+      soften<kRounding>(sums, start + i, x);
+      work.products.set_weights(i, x);
+    }
+  }
+
+  // The logits of row r, which is row i of its block.
+  KV8_INLINE F32 logits_of(const Workspace<Code>& work, int r, int i, const Tile& tile,
+                           TileOfWeights& x) const {
+    return row_logits(work.dots + i * kTile, work.multipliers[r], logits_,
+                      visible_in(work.visible[r], tile), x);
   }
 
   // Divide by the softmax's denominator, put values in order, and write them.
@@ -291,6 +278,7 @@ class Attention {
   const kv8_cache& cache_;
   const Plan& plan_;
   const int head_dim_;
+  const Walk walk_;
   Logits logits_;
   int32_t lanes_[kMaxHeadDim];  // where the values of a row of sums lie
 };

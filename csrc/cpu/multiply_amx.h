@@ -3,7 +3,6 @@
 
 #include "amx.h"
 #include "blocks.h"
-#include "pairs.h"
 
 namespace kv8::KV8_ISA {
 
@@ -17,11 +16,11 @@ class Multiplier {
     ~Session() { amx::release(); }
   };
 
-  // Blocks of this many rows follow. Fewer than sixteen take less time; what lies in rows of `a` and
-  // `sums` beyond the last is computed with, and of no consequence.
-  void begin(int rows) { amx::configure(rows < kBlockRows ? rows : kBlockRows); }
+  // Rows go through in blocks; what lies in rows of `a` and `sums` beyond the last is computed with,
+  // and of no consequence.
+  void begin() { amx::configure(kBlockRows); }
 
-  // As in multiply_vectors.h; `rows` is what begin was told, or what is left for the last block.
+  // As in multiply_vectors.h.
   void multiply(const uint32_t* a, int64_t a_stride, int parts, int, const uint32_t* b, int groups,
                 int pairs, float* sums, int64_t stride, bool add) const {
     with_count<3>(parts, [&](auto num_parts) {

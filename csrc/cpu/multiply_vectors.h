@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blocks.h"
-#include "pairs.h"
+#include "pair_keys.h"
 
 namespace kv8::KV8_ISA {
 
@@ -11,7 +11,7 @@ class Multiplier {
   static constexpr int kBlockRows = 16;
   struct Session {};
 
-  void begin(int) {}
+  void begin() {}
 
   // sums [R][stride] += a [R][a_stride] * b [groups][pairs][16], or = without `add`. Of each row of
   // a, `parts` times `pairs` words follow each other, each multiplied with all of b.
@@ -50,6 +50,13 @@ class Multiplier {
     for (int r = 0; r < n; ++r)
       for (int c = 0; c < m; ++c) store(sums + r * stride + c * kLanes, sum[r][c]);
   }
+};
+
+// Few rows are multiplied as many are; see few_rows_amx.h.
+template <class Code>
+struct FewRows {
+  static constexpr bool kThere = false;
+  FewRows(const PairOrder<Code>&, uint32_t*) {}
 };
 
 }  // namespace kv8::KV8_ISA

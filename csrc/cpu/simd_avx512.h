@@ -108,6 +108,7 @@ struct CodePairs {
     lower0 = load_words(table.lower), lower1 = load_words(table.lower + 64);
   }
   KV8_INLINE void operator()(U32 word, U32* out) const {
+    pin(word);
     const U32 sign = _mm512_set1_epi8(static_cast<char>(0x80));
     const U32 low_bytes = _mm512_set1_epi16(0x00ff);
     const U32 lower = _mm512_permutex2var_epi8(lower0, word, lower1);

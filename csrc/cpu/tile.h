@@ -9,46 +9,20 @@
 
 #include <type_traits>
 
-#include "simd.h"
+#include "tile_rows.h"
 
 namespace kv8::KV8_ISA {
 
-constexpr int kTile = 64;          // keys of a tile; position p lies in tile p / kTile
 constexpr int kSplit = 8 * kTile;  // keys whose sums are formed apart from those of other splits
-constexpr int kMaxHeadDim = 512;
 constexpr float kNoMaximum = -__builtin_inff();
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kWeightSteps = 256.0f;  // FP8 attention stores softmax weights times this
-
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // Values of a row of sums, in the order in which codes widen: `lane_of` of the products.
 inline int padded(int head_dim) { return round_up(head_dim, 4 * kLanes); }
 
 // Rows that have memory: products may be computed for sixteen at a time.
 inline int padded_rows(int rows) { return rows <= 16 ? rows : round_up(rows, 16); }
-
-alignas(64) inline const uint8_t kZeros[4 * kMaxHeadDim] = {};
-
-// Keys of a tile, counted from its first.
-struct KeyRange {
-  int first, end;
-};
-
-// Where the keys and values of a tile lie. Those outside [first, end) are not there: they point to
-// zeros.
-struct TileRows {
-  const uint8_t* k[kTile];
-  const uint8_t* v[kTile];
-  int first, end;
-
-  void hide_outside(const KeyRange& keys) {
-    for (int i = 0; i < keys.first; ++i) k[i] = v[i] = kZeros;
-    for (int i = keys.end; i < kTile; ++i) k[i] = v[i] = kZeros;
-  }
-};
 
 // How many bfloat16 numbers, added up, stand for one of a query and for one of the weights, where
 // products take those.
@@ -138,18 +112,20 @@ KV8_INLINE void with_rounding(Rounding rounding, Work&& work) {
 
 using TileOfWeights = F32[kTile / kLanes];  // of one row
 
-// Turn a row's dot products over a tile into logits, in place. Keys outside `visible` are hidden.
-// Returns the largest logits.
-KV8_INLINE F32 row_logits(float* dots, float multiplier, const Logits& logits,
-                          const KeyRange& visible) {
+// Turn a row's dot products over a tile into logits. Keys outside `visible` are hidden. Returns the
+// largest logits.
+KV8_INLINE F32 row_logits(const float* dots, float multiplier, const Logits& logits,
+                          const KeyRange& visible, TileOfWeights& x) {
   F32 largest = splat(kNoMaximum);
   const bool all = visible.first <= 0 && visible.end >= kTile;
-  for (int i = 0; i < kTile; i += kLanes) {
-    F32 x = load(dots + i) * splat(multiplier);
-    if (logits.cap != 0.0f) x = tanh(x) * splat(logits.cap);
-    if (!all) x = keep_lanes(x, visible.first - i, visible.end - i, splat(kNoMaximum));
-    store(dots + i, x);
-    largest = max(x, largest);
+  for (int i = 0; i < kTile / kLanes; ++i) {
+    x[i] = load(dots + i * kLanes) * splat(multiplier);
+    if (logits.cap != 0.0f) x[i] = tanh(x[i]) * splat(logits.cap);
+    if (!all) {
+      const int first = i * kLanes;
+      x[i] = keep_lanes(x[i], visible.first - first, visible.end - first, splat(kNoMaximum));
+    }
+    largest = max(x[i], largest);
   }
   return largest;
 }
@@ -184,12 +160,12 @@ KV8_INLINE F32 round_to_e4m3(F32 x) {
 // Turn row r's logits into softmax weights, and add them up. Those that are rounded to bfloat16
 // next (`set_weights` of the products) need not be exact to more digits.
 template <Rounding kRounding>
-KV8_INLINE void soften(const float* logits, const Sums& sums, int r, TileOfWeights& x) {
+KV8_INLINE void soften(const Sums& sums, int r, TileOfWeights& x) {
   using Precision = std::conditional_t<kRounding == Rounding::kBFloat16, EightBits, FullPrecision>;
   const F32 maximum = splat(sums.maxima[r] == kNoMaximum ? 0.0f : sums.maxima[r]);
   F32 total = load(sums.weights + r * kLanes);
   for (int i = 0; i < kTile / kLanes; ++i) {
-    F32 weight = exp2_minus<Precision>(load(logits + i * kLanes), maximum);
+    F32 weight = exp2_minus<Precision>(x[i], maximum);
     total = total + weight;
     if (kRounding == Rounding::kE4M3) weight = round_to_e4m3(weight * splat(kWeightSteps));
     x[i] = weight;

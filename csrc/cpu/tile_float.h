@@ -4,15 +4,14 @@
 
 #include "arena.h"
 #include "blocks.h"
-#include "tile.h"
+#include "fetch.h"
 
 namespace kv8::KV8_ISA {
 
 // Widen the keys of a tile and turn them, so that a vector holds one dimension of kLanes keys:
-// float32 [D][kTile]. Meanwhile fetch the keys of the tile that comes next; its values are fetched
-// while this one's are read, since a core waits for only so many cache lines at once.
+// float32 [D][kTile].
 template <class Code>
-inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, float* tile) {
+inline void pack_keys(const TileRows& rows, Fetch& fetch, int head_dim, float* tile) {
   constexpr int kVectors = Code::kCodesPerWord;
   const int words = head_dim / kVectors;
   const Widen<Code> widen;
@@ -21,8 +20,8 @@ inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, 
       const int some = words - word < kLanes ? words - word : kLanes;
       const uint8_t* from[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        from[i] = rows.k[key + i] + 4 * word;
-        prefetch(next.k[key + i] + 4 * word);
+        from[i] = rows.k.row(key + i) + 4 * word;
+        if (word == 0 && i % 4 == 0) fetch.step();
       }
       U32 r[kLanes];
       load_transposed(from, some, r);
@@ -38,7 +37,7 @@ inline void pack_keys(const TileRows& rows, const TileRows& next, int head_dim, 
 
 // Widen the values of a tile to float32 [kTile][padded(D)]. Returns whether all are finite.
 template <class Code>
-inline bool pack_values(const TileRows& rows, const TileRows& next, int head_dim, float* tile) {
+inline bool pack_values(const TileRows& rows, Fetch& fetch, int head_dim, float* tile) {
   constexpr int kVectors = Code::kCodesPerWord;
   const int words = head_dim / kVectors, width = padded(head_dim);
   const Widen<Code> widen;
@@ -47,8 +46,8 @@ inline bool pack_values(const TileRows& rows, const TileRows& next, int head_dim
     float* out = tile + key * width;
     for (int word = 0; word < words; word += kLanes, out += kVectors * kLanes) {
       F32 values[kVectors];
-      prefetch(next.v[key] + 4 * word);
-      widen(load_some(rows.v[key] + 4 * word, words - word), values);
+      if (word == 0 && key % 4 == 0) fetch.step();
+      widen(load_some(rows.v.row(key) + 4 * word, words - word), values);
       for (int i = 0; i < kVectors; ++i) {
         store(out + i * kLanes, values[i]);
         zero = fma(values[i], splat(0.0f), zero);
@@ -122,7 +121,7 @@ inline void weigh(const float* weights, int rows, const float* tile, int head_di
 constexpr int kDirectRows = 4;
 template <class Code>
 inline void weigh_direct(const float* weights, int rows, const TileRows& tile,
-                         const TileRows& next, int head_dim, float* sums) {
+                         Fetch& fetch, int head_dim, float* sums) {
   constexpr int kVectors = Code::kCodesPerWord;
   const int words = head_dim / kVectors, width = padded(head_dim);
   const Widen<Code> widen;
@@ -135,8 +134,8 @@ inline void weigh_direct(const float* weights, int rows, const TileRows& tile,
         for (int c = 0; c < kVectors; ++c) sum[r][c] = load(s + r * width + c * kLanes);
       for (int key = tile.first; key < tile.end; ++key) {
         F32 value[kVectors];
-        prefetch(next.v[key] + 4 * word);
-        widen(load_some(tile.v[key] + 4 * word, words - word), value);
+        if (word == 0 && key % 4 == 0) fetch.step();
+        widen(load_some(tile.v.row(key) + 4 * word, words - word), value);
         for (int r = 0; r < n; ++r) {
           const F32 weight = splat(weights[r * kTile + key]);
           for (int c = 0; c < kVectors; ++c) sum[r][c] = fma(weight, value[c], sum[r][c]);
@@ -177,15 +176,15 @@ class FloatProducts {
     std::memcpy(queries_ + static_cast<int64_t>(r) * head_dim_, values,
                 static_cast<size_t>(head_dim_) * sizeof(float));
   }
-  void load_keys(const TileRows& tile, const TileRows& next) const {
-    pack_keys<Code>(tile, next, head_dim_, keys_);
+  void load_keys(const TileRows& tile, Fetch& fetch) const {
+    pack_keys<Code>(tile, fetch, head_dim_, keys_);
   }
   void multiply_keys(int start, int count, float* dots) const {
     dot_products(queries_ + static_cast<int64_t>(start) * head_dim_, count, keys_, head_dim_, dots);
   }
-  void load_values(const TileRows& tile, const TileRows& next) {
-    tile_ = &tile, next_ = &next;
-    finite_ = direct_ || pack_values<Code>(tile, next, head_dim_, values_);
+  void load_values(const TileRows& tile, Fetch& fetch) {
+    tile_ = &tile, fetch_ = &fetch;
+    finite_ = direct_ || pack_values<Code>(tile, fetch, head_dim_, values_);
   }
   void set_weights(int r, const TileOfWeights& x) const {
     for (int i = 0; i < kTile / kLanes; ++i) store(weights_ + r * kTile + i * kLanes, x[i]);
@@ -195,7 +194,7 @@ class FloatProducts {
   template <class Visible>
   void add_values(int start, int, const Visible& visible, float* all_sums) const {
     float* sums = all_sums + static_cast<int64_t>(start) * padded(head_dim_);
-    if (direct_) return weigh_direct<Code>(weights_, rows_, *tile_, *next_, head_dim_, sums);
+    if (direct_) return weigh_direct<Code>(weights_, rows_, *tile_, *fetch_, head_dim_, sums);
     if (finite_ || single_)
       return weigh(weights_, rows_, values_, head_dim_, tile_->first, tile_->end, sums);
     // A value that is no finite number must not reach rows that do not see it.
@@ -206,12 +205,11 @@ class FloatProducts {
     }
   }
 
-  void end_tile() const {}
-
  private:
   int head_dim_, rows_ = 0;
   bool single_ = false, direct_ = false, finite_ = false;
-  const TileRows *tile_ = nullptr, *next_ = nullptr;
+  const TileRows* tile_ = nullptr;
+  Fetch* fetch_ = nullptr;
   float* queries_;  // [R, D]
   float* keys_;     // a packed tile
   float* values_;   // a packed tile

@@ -7,31 +7,15 @@
 #pragma once
 
 #include "arena.h"
-#include "pairs.h"
-#include "tile.h"
+#include "pair_keys.h"
 #if defined(__AMX_BF16__)
+#include "few_rows_amx.h"
 #include "multiply_amx.h"
 #else
 #include "multiply_vectors.h"
 #endif
 
 namespace kv8::KV8_ISA {
-
-// Fetches the rows of the tile to come, a few at a time between everything else: a core waits for only
-// so many cache lines at once, and a burst of requests keeps it from computing meanwhile.
-class Fetch {
- public:
-  void start(const TileRows& rows, int row_bytes) { rows_ = &rows, row_bytes_ = row_bytes, key_ = 0; }
-  KV8_INLINE void rows(int count) {
-    for (const int end = min(key_ + count, kTile); key_ < end; ++key_)
-      for (int i = 0; i < row_bytes_; i += 64)
-        prefetch(rows_->k[key_] + i), prefetch(rows_->v[key_] + i);
-  }
-
- private:
-  const TileRows* rows_ = nullptr;
-  int row_bytes_ = 0, key_ = kTile;
-};
 
 template <class Code>
 class PairProducts {
@@ -46,10 +30,12 @@ class PairProducts {
 
   PairProducts(Arena& arena, int rows, int head_dim, Parts parts)
       : head_dim_(head_dim),
-        pairs_(round_up(head_dim, 32) / 2),
+        order_(head_dim),
         parts_(parts),
-        queries_(arena.take<uint32_t>(static_cast<int64_t>(padded_rows(rows)) * parts.query * pairs_)),
-        keys_(arena.take<uint32_t>(static_cast<int64_t>(kTile) * pairs_)),
+        query_words_(parts.query * order_.pairs),
+        queries_(arena.take<uint32_t>(static_cast<int64_t>(padded_rows(rows)) * query_words_)),
+        keys_(order_, arena.take<uint32_t>(static_cast<int64_t>(kTile) * order_.pairs + kLanes)),
+        few_rows_(order_, keys_.columns()),
         values_(arena.take<uint32_t>(static_cast<int64_t>(kKeyPairs) * padded(head_dim))),
         weights_(arena.take<uint32_t>(static_cast<int64_t>(kBlockRows) * parts.weight * kKeyPairs)),
         spare_(arena.take<float>(2 * static_cast<int64_t>(kBlockRows) * padded(head_dim))) {}
@@ -62,75 +48,44 @@ class PairProducts {
   }
 
   // A piece of this many rows a head begins; `single` if all of them see the same keys.
-  void begin(int rows, bool) { multiplier_.begin(rows); }
+  void begin(int rows, bool) {
+    few_ = FewRows<Code>::kThere && rows <= kFewRows ? rows : 0;
+    if constexpr (FewRows<Code>::kThere)
+      if (few_ > 0) return few_rows_.begin(rows);
+    multiplier_.begin();
+  }
 
-  // The parts of a query: each rounds what those before it left. Dimensions in the order in which
-  // the words of a key widen.
   void set_query(int r, const float* values) const {
-    uint32_t* row = queries_ + static_cast<int64_t>(r) * parts_.query * pairs_;
-    std::memset(row, 0, sizeof(uint32_t) * static_cast<size_t>(parts_.query * pairs_));
-    for (int d = 0; d < head_dim_; ++d) {
-      const int pair = d / kCodes * kPairs + d % kPairs;
-      float rest = values[d];
-      for (int part = 0; part < parts_.query; ++part) {
-        const uint32_t bits = BFloat16::encode(rest);
-        row[part * pairs_ + pair] |= bits << (d % kCodes / kPairs * 16);
-        rest -= BFloat16::decode(bits);
-      }
-    }
+    write_query(r, [&](uint32_t* words) { order_.write_query(values, parts_.query, words); });
   }
-
-  // The same of a row of bfloat16: its words are pairs already, or halves of two neighbours are.
   void copy_query(int r, const uint8_t* from) const {
-    uint32_t* row = queries_ + static_cast<int64_t>(r) * pairs_;
-    const size_t words = static_cast<size_t>(head_dim_ / 2);
-    std::memcpy(row, from, words * sizeof(uint32_t));
-    std::memset(row + words, 0, (static_cast<size_t>(pairs_) - words) * sizeof(uint32_t));
-    for (size_t i = 0; i + 1 < words && kPairs == 2; i += 2) {
-      const uint32_t a = row[i], b = row[i + 1];
-      row[i] = (a & 0xffffu) | b << 16, row[i + 1] = a >> 16 | (b & 0xffff0000u);
-    }
+    write_query(r, [&](uint32_t* words) { order_.copy_query(from, words); });
   }
 
-  void load_keys(const TileRows& tile, const TileRows& next) {
-    fetch_.start(next, head_dim_ * static_cast<int>(sizeof(typename Code::Code)));
-    const ToPairs<Code> to_pairs;
-    const int words = head_dim_ / kCodes;
-    for (int key = 0; key < kTile; key += kLanes) {
-      uint32_t* out = keys_ + key * pairs_;
-      for (int word = 0; word < words; word += kLanes) {
-        const uint8_t* from[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          from[i] = tile.k[key + i] + 4 * word;
-        }
-        U32 turned[kLanes];
-        load_transposed(from, words - word, turned);
-        const int some = min(kLanes, pairs_ / kPairs - word);
-        for (int j = 0; j < some; ++j, out += kPairs * kLanes) {
-          if (word == 0 && j % 3 == 0) fetch_.rows(1);
-          U32 pairs[kPairs];
-          to_pairs(turned[j], pairs);
-          for (int i = 0; i < kPairs; ++i) store_words(out + i * kLanes, pairs[i]);
-        }
-      }
-    }
+  void load_keys(const TileRows& tile, Fetch& fetch) {
+    fetch_ = &fetch;
+    if constexpr (FewRows<Code>::kThere)
+      if (few_ > 0) return few_rows_.pack_keys(tile, fetch);
+    keys_.pack(tile, fetch);
   }
 
   // Dot products of rows start <= r < start + count with the keys, [count][kTile].
   void multiply_keys(int start, int count, float* dots) const {
-    const int64_t stride = static_cast<int64_t>(parts_.query) * pairs_;
-    multiplier_.multiply(queries_ + start * stride, stride, parts_.query, count, keys_,
-                         kTile / kLanes, pairs_, dots, kTile, false);
+    const uint32_t* queries = queries_ + static_cast<int64_t>(start) * query_words_;
+    if constexpr (FewRows<Code>::kThere)
+      if (few_ > 0) return few_rows_.multiply_keys(queries, parts_.query, dots, *fetch_);
+    multiplier_.multiply(queries, query_words_, parts_.query, count, keys_.columns(),
+                         kTile / kLanes, order_.pairs, dots, kTile, false);
   }
 
-  void load_values(const TileRows& tile, const TileRows&) {
+  void load_values(const TileRows& tile, Fetch& fetch) {
     tile_ = &tile;
-    finite_ = pack_values(tile);
+    finite_ = pack_values(tile, &fetch);
   }
 
   // Weights of row r of a block: pairs of neighbouring keys, part by part.
-  void set_weights(int r, TileOfWeights& x) {
-    fetch_.rows(4);
+  KV8_INLINE void set_weights(int r, TileOfWeights& x) {
+    if (r < 4) fetch_->step(), fetch_->step();
     uint32_t* row = weights_ + r * parts_.weight * kKeyPairs;
     for (int part = 1; part < parts_.weight; ++part, row += kKeyPairs) {
       for (int i = 0; i < kTile / kLanes; i += 2) {
@@ -152,22 +107,43 @@ class PairProducts {
     pack_values(*tile_);  // for the next block
   }
 
-  void end_tile() { fetch_.rows(kTile); }
-
  private:
+  // As a row of queries_, or where few rows are columns, as the words of a column.
+  template <class Write>
+  void write_query(int r, const Write& write) const {
+    if (few_ == 0) return write(queries_ + static_cast<int64_t>(r) * query_words_);
+    uint32_t words[3 * kMaxHeadDim / 2];
+    write(words);
+    uint32_t* column = queries_ + static_cast<int64_t>(r - r % few_) * query_words_ + r % few_;
+    for (int i = 0; i < query_words_; ++i) column[i * few_] = words[i];
+  }
+
   // Interleave the words of two keys so that they widen to pairs of one dimension, in the order of
   // `lane_of`. Returns whether all values are finite.
-  bool pack_values(const TileRows& tile) {
-    const ToPairs<Code> to_pairs;
-    const int words = head_dim_ / kCodes;
+  bool pack_values(const TileRows& tile, Fetch* fetch = nullptr) {
+    alignas(64) uint8_t spare[kMostRunBytes];
     U32 largest = splat_word(0);
-    for (int pair = 0; pair < kKeyPairs; ++pair) {
-      if (pair % 4 != 0) fetch_.rows(1);
-      const uint8_t *a = tile.v[2 * pair], *b = tile.v[2 * pair + 1];
-      uint32_t* out = values_ + pair * kLanes;
+    for (int run = 0; run < kRuns; ++run) {
+      const uint8_t* rows = tile.v.run(run, spare);
+      uint32_t* out = values_ + run * kRunRows / 2 * kLanes;
+      with_vectors(tile.v.row_bytes, [&](auto vectors) {
+        largest = pack_run<vectors>(rows, out, largest, fetch);
+      });
+    }
+    return ToPairs<Code>::finite(largest);
+  }
+
+  // Sixteen rows of so many vectors, if that is known. Returns the largest codes.
+  template <int kVectors>
+  U32 pack_run(const uint8_t* rows, uint32_t* columns, U32 largest, Fetch* fetch) const {
+    const ToPairs<Code> to_pairs;
+    const int words = kVectors > 0 ? kVectors * kLanes : head_dim_ / kCodes;
+    for (int pair = 0; pair < kRunRows / 2; ++pair, rows += 8 * words, columns += kLanes) {
+      if (fetch != nullptr && pair % 2 == 0) fetch->step();
+      uint32_t* out = columns;
       for (int word = 0; word < words; word += kLanes) {
-        const U32 x = load_some(a + 4 * word, words - word);
-        const U32 y = load_some(b + 4 * word, words - word);
+        const U32 x = load_some(rows + 4 * word, words - word);
+        const U32 y = load_some(rows + 4 * (words + word), words - word);
         largest = ToPairs<Code>::larger(ToPairs<Code>::larger(largest, x), y);
         U32 halves[2];
         interleave(x, y, halves);
@@ -178,13 +154,17 @@ class PairProducts {
         }
       }
     }
-    return ToPairs<Code>::finite(largest);
+    return largest;
   }
 
   void multiply_values(int parts, int count, float* sums) const {
-    multiplier_.multiply(weights_, parts_.weight * kKeyPairs, parts, count, values_,
-                         round_up(head_dim_, kGroup) / kLanes, kKeyPairs, sums, padded(head_dim_),
-                         true);
+    const int groups = round_up(head_dim_, kGroup) / kLanes;
+    if constexpr (FewRows<Code>::kThere)
+      if (few_ > 0)
+        return few_rows_.add_values(weights_, parts, parts_.weight, values_, groups, sums,
+                                    padded(head_dim_), *fetch_);
+    multiplier_.multiply(weights_, parts_.weight * kKeyPairs, parts, count, values_, groups,
+                         kKeyPairs, sums, padded(head_dim_), true);
   }
 
   // A value that is no finite number must not reach rows that do not see it, nor meet a part of a
@@ -192,7 +172,7 @@ class PairProducts {
   void add_visible_values(int r, int count, const KeyRange& visible,
                           float* block) {
     TileRows tile = *tile_;
-    tile.hide_outside(visible);
+    tile.v.hide_outside(visible);
     const bool finite = pack_values(tile);
     const int width = padded(head_dim_);
     float *row = block + r * width, *all = spare_ + r * width;
@@ -206,13 +186,17 @@ class PairProducts {
   }
 
   Multiplier multiplier_;
-  Fetch fetch_;
-  int head_dim_, pairs_;  // pairs of dimensions, padded to whole tiles
+  int head_dim_;
+  Fetch* fetch_ = nullptr;
+  int few_ = 0;  // rows a head, if they are columns
+  PairOrder<Code> order_;
   Parts parts_;
+  int query_words_;
   bool finite_ = false;
   const TileRows* tile_ = nullptr;
   uint32_t* queries_;  // [R][parts][pairs]
-  uint32_t* keys_;     // a packed tile
+  TurnedKeys<Code> keys_;
+  FewRows<Code> few_rows_;
   uint32_t* values_;   // a packed tile
   uint32_t* weights_;  // [kBlockRows][parts][kTile / 2]
   float* spare_;       // sums of two blocks of rows

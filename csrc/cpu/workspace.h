@@ -26,6 +26,7 @@ template <class Code>
 struct Workspace {
   using Tile = Products<Code>;
   typename Tile::Session session;  // the thread's use of the unit that multiplies
+  Fetch fetch;         // from the cache, meanwhile
   Tile products;
   KeyRange* visible;   // [R], positions that each row sees
   float* multipliers;  // [R], from a dot product to a logit
@@ -33,13 +34,18 @@ struct Workspace {
   float* part;         // Sums of the current split
   float* total;        // Sums of all splits before it
 
-  Workspace(Arena& arena, int rows, int head_dim, Parts parts)
-      : products(arena, rows, head_dim, parts),
+  static int row_bytes(const kv8_cache& cache) {
+    return cache.head_dim * static_cast<int>(sizeof(typename Code::Code));
+  }
+
+  Workspace(Arena& arena, int rows, const kv8_cache& cache, Parts parts)
+      : fetch(cache, row_bytes(cache)),
+        products(arena, rows, cache.head_dim, parts),
         visible(arena.take<KeyRange>(rows)),
         multipliers(arena.take<float>(rows)),
         dots(arena.take<float>(static_cast<int64_t>(kTile) * min(rows, Tile::kBlockRows))),
-        part(arena.take<float>(Sums::floats(rows, head_dim))),
-        total(arena.take<float>(Sums::floats(rows, head_dim))) {}
+        part(arena.take<float>(Sums::floats(rows, cache.head_dim))),
+        total(arena.take<float>(Sums::floats(rows, cache.head_dim))) {}
 };
 
 }  // namespace kv8::KV8_ISA
