@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kv8.engine.grammar_masks import GrammarMask, MaskComputer, one_line
 from kv8.engine.token_mask import TokenMask
 from kv8.errors import RequestError
 from kv8.structured_outputs import StructuredOutputsParams
@@ -46,6 +47,7 @@ class Grammars:
         self._end_token_ids = sorted(token for token in end_token_ids if token < vocab_size)
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
+        self._computer: MaskComputer | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -64,7 +66,22 @@ class Grammars:
         Raises:
             RequestError: as `compile`.
         """
-        return _GrammarMask(self._matcher(form).deep_copy())
+        matcher = self._matcher(form).deep_copy()
+        assert self._computer is not None, "a form was compiled"
+        return GrammarMask(matcher, self._computer)
+
+    def look_ahead(self, masks: Sequence[tuple[TokenMask, Sequence[int]]]) -> None:
+        """Compute the masks of a step together, so that each is there when it is asked for.
+
+        Args:
+            masks: of sequences, with the output so far of each.
+        """
+        own = [(mask, output) for mask, output in masks if isinstance(mask, GrammarMask)]
+        for mask, output in own:
+            mask.advance(output)
+        if own:
+            assert self._computer is not None, "a mask was opened"
+            self._computer.compute([mask for mask, _ in own])
 
     def _matcher(self, form: StructuredOutputsParams) -> Any:
         """Return llguidance's matcher for ``form`` before the first token; for copying only."""
@@ -76,33 +93,13 @@ class Grammars:
                 self._vocabulary = _read_vocabulary(
                     self._tokenizer, self._end_token_ids, self._vocab_size
                 )
+                self._computer = MaskComputer(self._vocab_size, torch.get_num_threads())
         matcher = _compile(form, self._vocabulary)  # not locked: others need not wait for it
         with self._lock:
             self._compiled[form] = matcher
             while len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
         return matcher
-
-
-class _GrammarMask:
-    """A `TokenMask` made of a llguidance matcher, which it advances as the output grows."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-        self._num_taken = 0
-
-    def allowed(self, output_token_ids: Sequence[int]) -> torch.Tensor:
-        """See `TokenMask.allowed`."""
-        matcher = self._matcher
-        matcher.consume_tokens(list(output_token_ids[self._num_taken :]))
-        self._num_taken = len(output_token_ids)
-        bias = matcher.compute_logit_bias()  # a byte a token, not 0 where it is allowed
-        if matcher.is_error():
-            raise RequestError(
-                f"the form could not be followed beyond token {self._num_taken} of the output: "
-                f"{_reason(matcher.get_error())}."
-            )
-        return torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
 
 
 def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
@@ -122,13 +119,8 @@ def _compile(form: StructuredOutputsParams, vocabulary: Any) -> Any:
     except ValueError as error:
         failure = str(error)
     if failure:
-        raise RequestError(f"{_name(form)} cannot be followed: {_reason(failure)}.")
+        raise RequestError(f"{_name(form)} cannot be followed: {one_line(failure)}.")
     return matcher
-
-
-def _reason(failure: str) -> str:
-    """Return what llguidance says of a failure in a line; some draw an arrow under the place."""
-    return " ".join(failure.removesuffix("<non-verbose/>").split()).rstrip(".")
 
 
 def _grammar_text(matcher: Any, form: StructuredOutputsParams) -> str:

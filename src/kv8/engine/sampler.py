@@ -42,6 +42,9 @@ class SamplingState:
         seed: of this sequence; see `sequence_seed`.
         end_token_ids: the model's end tokens, banned until ``min_tokens`` unless ignored.
         mask: of structured output, this sequence's own.
+
+    Attributes:
+        mask: the same.
     """
 
     def __init__(
@@ -63,13 +66,18 @@ class SamplingState:
             Penalties(params, num_prompt_tokens, vocab_size) if Penalties.wanted(params) else None
         )
         ends = set(params.stop_token_ids or ()) | set(() if params.ignore_eos else end_token_ids)
-        self._mask = mask
+        self.mask = mask
         self._banned_early = sorted(token for token in ends if token < vocab_size)
 
     @property
     def adjusts(self) -> bool:
         """Whether the next token's logits are changed before the choice."""
-        return self._penalties is not None or self._mask is not None or self._bans
+        return self._penalties is not None or self.mask is not None or self._bans
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """The output so far."""
+        return self._token_ids[self._num_prompt_tokens :]
 
     @property
     def _bans(self) -> bool:
@@ -87,8 +95,8 @@ class SamplingState:
         """
         if self._penalties is not None:
             self._penalties.apply(logits, self._token_ids)
-        if self._mask is not None:
-            allowed = self._mask.allowed(self._token_ids[self._num_prompt_tokens :])
+        if self.mask is not None:
+            allowed = self.mask.allowed(self.output_token_ids)
             logits.masked_fill_(~allowed.to(logits.device), -math.inf)
         if self._bans:
             logits[self._banned_early] = -math.inf

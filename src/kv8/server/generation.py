@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kv8.engine.prompts import TokenizedPrompt
-from kv8.errors import EngineError, RequestError
+from kv8.errors import CapacityError, EngineError, RequestError
 from kv8.sampling_params import SamplingParams
 from kv8.server.disconnect import ClientGoneError, while_connected
 from kv8.server.mailbox import ChoiceDelta, Mailbox
@@ -76,6 +76,7 @@ async def submit(
     try:
         mailbox = state.engine.open(num_prompts * params.n)
         prompts = await prepare()
+        _require_room(state, body, params, prompts)
         state.engine.submit(mailbox, prompts, params, stream=body.stream, arrived_at=arrived_at)
         await mailbox.accepted()
     except BaseException as error:
@@ -85,6 +86,29 @@ async def submit(
             raise api_error(error, fields=type(body).model_fields) from error
         raise
     return mailbox
+
+
+def _require_room(
+    state: ServerState,
+    body: GenerationRequest,
+    params: SamplingParams,
+    prompts: Sequence[TokenizedPrompt],
+) -> None:
+    """Refuse more tokens than fit after a prompt, where they were asked for and are no default."""
+    asked = [
+        name for name in ("max_completion_tokens", "max_tokens") if name in body.model_fields_set
+    ]
+    if not asked or params.max_tokens is None:
+        return
+    longest = state.config.max_model_len
+    for _, token_ids in prompts:
+        room = longest - len(token_ids)
+        if 0 < room < params.max_tokens:  # without any room the engine refuses the prompt
+            raise CapacityError(
+                f"{asked[0]}={params.max_tokens} is more than fits after a prompt of "
+                f"{len(token_ids)} tokens: a sequence has at most {longest} (max_model_len). Ask "
+                f"for {room} or less, or leave it out for as many as fit."
+            )
 
 
 async def whole_answer(mailbox: Mailbox) -> list[ChoiceDelta]:

@@ -156,6 +156,22 @@ def test_prompts_that_cannot_be_are_refused(served, fields) -> None:
     error_of(complete(served, **fields))
 
 
+@pytest.mark.parametrize(
+    ("send", "field"),
+    [(chat, "max_tokens"), (chat, "max_completion_tokens"), (complete, "max_tokens")],
+)
+def test_more_tokens_than_fit_are_refused_with_how_many_would(served, send, field) -> None:
+    longest = served.state.config.max_model_len
+    others = {"max_tokens": None} if field != "max_tokens" else {}
+    error = error_of(send(served, **{field: longest} | others))
+    assert error["param"] == field
+    room = int(error["message"].split("Ask for ")[1].split()[0])
+    assert 0 < room < longest
+    answer = send(served, **{field: room, "stop": None} | others)
+    assert answer.status_code == 200
+    assert error_of(send(served, **{field: room + 1} | others))["param"] == field
+
+
 def test_the_message_says_what_would_be_served(served) -> None:
     longest = served.state.config.max_model_len
     error = error_of(complete(served, prompt="x" * (longest + 5)))
