@@ -52,7 +52,8 @@ def main() -> int:
         folder = args.model or save_model(Path(scratch) / "tiny")
         template = Path(scratch) / "template.jinja"
         template.write_text(WRAPPED, encoding="utf-8")
-        with serving(folder, max_model_len=512, chat_template=str(template)) as served:
+        options = {"max_model_len": 512, "kv_cache_memory": "64MiB"}
+        with serving(folder, chat_template=str(template), **options) as served:
             run = fuzz(
                 served, "--max-time", args.seconds, "--seed", args.seed, "--workers", 4,
                 "--max-examples", 1_000_000, "--continue-on-failure",

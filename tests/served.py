@@ -145,6 +145,36 @@ class Served:
             client.close()
 
 
+class Gate:
+    """Holds an engine's steps while it is closed, so that a test decides when work goes on.
+
+    Attributes:
+        opened: cleared to hold them.
+        error: what the next step fails with, if with anything.
+    """
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.error: BaseException | None = None
+
+    def guard(self, served: Served) -> None:
+        """Hold the steps of a server's engine from now on."""
+
+        def hold(engine: Engine) -> None:
+            run = engine.runner.run
+
+            def held(step: Any) -> Any:
+                assert self.opened.wait(PATIENCE)
+                if self.error is not None:
+                    raise self.error
+                return run(step)
+
+            engine.runner.run = held  # type: ignore[method-assign]
+
+        served.on_engine(hold)
+
+
 @contextmanager
 def serving(folder: Path | str, **options: Any) -> Iterator[Served]:
     """Serve a model while the block runs; options are the engine's and the server's."""

@@ -39,8 +39,8 @@ def serve(
     from kv8.options import EngineOptions
     from kv8.server.settings import ServerSettings
 
-    if not settings["api_key"]:
-        settings["api_key"] = [key for key in [os.environ.get(_KEY_VARIABLE)] if key]
+    if not settings["api_key"] and _KEY_VARIABLE in os.environ:
+        settings["api_key"] = [_key_of_the_environment()]
     server_settings = ServerSettings(**settings)
     options = EngineOptions(model=model, **engine)
     try:
@@ -56,9 +56,20 @@ def serve(
         raise typer.Exit(code)
 
 
+def _key_of_the_environment() -> str:
+    """Return the key; an empty one is a mistake that would open the server to everybody."""
+    key = os.environ[_KEY_VARIABLE]
+    if not key.strip():
+        raise RequestError(
+            f"The environment variable {_KEY_VARIABLE} is set, but empty. Give it the key that "
+            f"clients must send, or unset it to let everybody in."
+        )
+    return key
+
+
 def _log_the_web_server() -> None:
-    """Have uvicorn's warnings and errors look like kv8's own."""
+    """Have uvicorn's errors look like kv8's own. Its warnings are of what clients send."""
     log = logging.getLogger("uvicorn")
     log.handlers[:] = logging.getLogger("kv8").handlers
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.ERROR)
     log.propagate = False

@@ -29,6 +29,7 @@ from kv8.layer_plan import LayerPlan, make_layer_plan, resolve_cache_format
 from kv8.models.config import load_config
 from kv8.models.geometry import read_geometry
 from kv8.models.source import ModelSource, resolve_source
+from kv8.models.weight_storage import loaded_bytes
 from kv8.options import EngineOptions
 from kv8.scales.checkpoint import CheckpointScales, read_checkpoint
 from kv8.scales.resolve import ResolvedScales, resolve_scales
@@ -209,10 +210,9 @@ def _cache_memory(
     if options.kv_cache_memory is not None:
         return int(options.kv_cache_memory), "as asked"
     longest = options.max_model_len or geometry.max_position
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return default_cache_memory(
         device,
-        weight_bytes=weight_bytes,
+        weight_bytes=loaded_bytes(folder, geometry.model_dtype),
         useful_bytes=options.max_num_seqs * memory_for(layout, longest),
     )
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kv8.errors import ModelError
 from kv8.scales.declaration import Section, modelopt_section, quantization_section
-from kv8.scales.tensors import read_json
+from kv8.scales.tensors import num_values, read_json, weight_files
 
 
 class WeightStorage(enum.Enum):
@@ -20,6 +22,16 @@ class WeightStorage(enum.Enum):
 
     PLAIN = "plain"
     FP8 = "fp8"
+
+
+def loaded_bytes(folder: Path, dtype: str) -> int:
+    """Return the memory that the weights in ``folder`` take once every number is a ``dtype``.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    size: int = getattr(torch, dtype).itemsize
+    return size * num_values(weight_files(folder))
 
 
 _FP8_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN")

@@ -73,6 +73,19 @@ def tensor_names(files: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
+def num_values(files: Iterable[Path]) -> int:
+    """Return how many numbers the tensors in ``files`` hold, from the files' headers.
+
+    Raises:
+        ModelError: a file is truncated or damaged.
+    """
+    total = 0
+    for file in files:
+        with _open(file) as opened:
+            total += sum(math.prod(opened.get_slice(n).get_shape()) for n in opened.keys())  # noqa: SIM118
+    return total
+
+
 def read_small(tensors: Iterable[tuple[str, Path]]) -> Iterator[SmallTensor]:
     """Read the named tensors, opening each file once; order is by file, then name."""
     for file, group in groupby(sorted(tensors, key=lambda t: (t[1], t[0])), key=lambda t: t[1]):

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kv8._version import __version__
 from kv8.errors import KV8Error
 from kv8.server import chat, completions, health, models, monitoring, tokenization
-from kv8.server.gate import KeyGate, SizeGate, error_response
+from kv8.server.gate import HeadGate, KeyGate, SizeGate, error_response
 from kv8.server.protocol.errors import ApiError, ErrorBody, api_error
 from kv8.server.protocol.validation import validation_error
 from kv8.server.state import ServerState
@@ -28,6 +28,7 @@ def make_app(state: ServerState) -> FastAPI:
         version=__version__,
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would name the host and scheme a proxy hides
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     for module in _ROUTERS:
@@ -38,6 +39,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _failed)
     settings = state.settings
     # The last one added is the first a request meets.
+    app.add_middleware(HeadGate)
     app.add_middleware(SizeGate, limit=int(settings.max_body_size))
     app.add_middleware(KeyGate, keys=settings.api_key)
     if settings.allowed_origins:
@@ -57,7 +59,11 @@ def _invalid(request: Request, error: Exception) -> Response:
 
 def _refused(request: Request, error: Exception) -> Response:
     told = api_error(error)
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):  # no route, or method
+    if isinstance(error, ApiError) or not isinstance(error, HTTPException):
+        return error_response(told)
+    if told.status_code == 400:  # the framework could not even decode it
+        told.detail = "The body is not JSON: it is compressed, or not UTF-8."
+    else:  # no such route, or method
         told.detail = f"{request.method} {request.url.path}: {told.detail.lower()}."
     return error_response(told)
 

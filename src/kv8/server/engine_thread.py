@@ -11,19 +11,17 @@ import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kv8.engine.engine import Engine
 from kv8.engine.failures import explain_failure
-from kv8.engine.prompts import TokenizedPrompt
 from kv8.engine.resolve import ResolvedConfig
 from kv8.errors import EngineError
-from kv8.sampling_params import SamplingParams
 from kv8.server.admission import Admission
 from kv8.server.mailbox import Mailbox
 from kv8.server.refusals import EngineUnavailableError
-from kv8.server.worker import EngineWorker
+from kv8.server.worker import EngineWorker, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -102,34 +100,14 @@ class EngineThread:
         self._idle.clear()
         return mailbox
 
-    def submit(
-        self,
-        mailbox: Mailbox,
-        prompts: Sequence[TokenizedPrompt],
-        params: SamplingParams,
-        *,
-        stream: bool,
-        arrived_at: float,
-    ) -> None:
-        """Send a request to the engine; its answer comes to ``mailbox``.
-
-        Args:
-            mailbox: an open one, for ``params.n`` completions of each prompt.
-            prompts: one or more.
-            params: for all of them.
-            stream: whether the answer is read while it grows.
-            arrived_at: when the request came, by `time.monotonic`.
-        """
-        assert mailbox.num_choices == len(prompts) * params.n
+    def submit(self, mailbox: Mailbox, asked: Submission) -> None:
+        """Send a request to the engine; its answer comes to ``mailbox``, an open one."""
+        assert mailbox.num_choices == len(asked.prompts) * asked.params.n
         if mailbox not in self._mailboxes:
             return  # it was closed, or everything was ended, meanwhile
-        self._mailboxes[mailbox] = len(prompts)
+        self._mailboxes[mailbox] = len(asked.prompts)
         worker = self._worker
-        worker.send(
-            lambda engine: worker.open(
-                engine, mailbox, prompts, params, stream=stream, arrived_at=arrived_at
-            )
-        )
+        worker.send(lambda engine: worker.open(engine, mailbox, asked))
 
     async def call(self, function: Callable[[Engine], _Result]) -> _Result:
         """Return what ``function`` returns for the engine, called on its thread between steps.

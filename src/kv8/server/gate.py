@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the key, and the size of its body."""
+"""What every request passes before a route sees it: the key, the size of its body, its method."""
 
 import hashlib
 import hmac
@@ -98,6 +98,23 @@ class SizeGate:
         while message.get("more_body") and num_left > 0:
             message = await receive()
             num_left -= len(message.get("body", b""))
+
+
+class HeadGate:
+    """Answers HEAD as GET; the web server leaves the body out.
+
+    Args:
+        app: what is behind the gate.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -16,8 +16,9 @@ from kv8.sampling_params import SamplingParams
 from kv8.server.disconnect import ClientGoneError, while_connected
 from kv8.server.mailbox import ChoiceDelta, Mailbox
 from kv8.server.protocol.common import GenerationRequest
-from kv8.server.protocol.errors import api_error
+from kv8.server.protocol.errors import ApiError, api_error
 from kv8.server.state import ServerState
+from kv8.server.worker import Submission
 
 _CLIENT_CLOSED = 499  # nobody reads it; access logs of other servers have the number
 
@@ -77,7 +78,7 @@ async def submit(
         mailbox = state.engine.open(num_prompts * params.n)
         prompts = await prepare()
         _require_room(state, body, params, prompts)
-        state.engine.submit(mailbox, prompts, params, stream=body.stream, arrived_at=arrived_at)
+        state.engine.submit(mailbox, Submission(prompts, params, body.stream, arrived_at))
         await mailbox.accepted()
     except BaseException as error:
         if mailbox is not None:
@@ -136,7 +137,16 @@ def require_sound(choice: ChoiceDelta) -> None:
 
 
 async def respond(request: Request, work: Coroutine[Any, Any, Response | BaseModel]) -> Response:
-    """Return the response that ``work`` makes, unless the client goes away meanwhile."""
+    """Return the response that ``work`` makes, unless the client goes away meanwhile.
+
+    Raises:
+        ApiError: the request has a query, which no field of ours may stand in.
+    """
+    for name in request.query_params:
+        work.close()
+        raise ApiError(
+            400, f"{name!a:.80} in the query is not known here. Fields belong in the body."
+        )
     try:
         result = await while_connected(request.receive, work)
     except ClientGoneError:

@@ -1,17 +1,23 @@
 """What can be known to fail before weights are read, so that it fails before the port opens."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateSyntaxError
 
 from kv8.engine.layers import check_backend
 from kv8.engine.resolve import ResolvedConfig, resolve_options
 from kv8.engine.resolve_memory import free_memory
 from kv8.errors import CapacityError, RequestError
 from kv8.models.tokenizer import load_tokenizer
+from kv8.models.weight_storage import loaded_bytes
 from kv8.options import EngineOptions
 from kv8.server.settings import ServerSettings
 from kv8.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,10 @@ def preflight(options: EngineOptions, settings: ServerSettings) -> Plan:
     config = resolve_options(options)
     _check_memory(config)
     check_backend(config)
-    return Plan(config, load_tokenizer(config.source, options.tokenizer), template)
+    tokenizer = load_tokenizer(config.source, options.tokenizer)
+    if template is not None:
+        _check_template(settings.chat_template, template, tokenizer)
+    return Plan(config, tokenizer, template)
 
 
 def _read_template(name: str | None) -> str | None:
@@ -54,10 +63,24 @@ def _read_template(name: str | None) -> str | None:
         ) from error
 
 
+def _check_template(name: str | None, template: str, tokenizer: Any) -> None:
+    """Refuse what is no Jinja; that it may not take every conversation is another matter."""
+    hello = [{"role": "user", "content": "hello"}]
+    try:
+        tokenizer.apply_chat_template(hello, chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"chat_template={name!r} is no Jinja template: line {error.lineno}: {error.message}. "
+            f"Correct it."
+        ) from error
+    except Exception:
+        logger.debug("chat_template=%r cannot write a first message alone.", name, exc_info=True)
+
+
 def _check_memory(config: ResolvedConfig) -> None:
     """Refuse a cache that would have the machine run out of memory once it is full."""
     free = free_memory(config.device)
-    weights = sum(file.stat().st_size for file in config.source.folder.glob("*.safetensors"))
+    weights = loaded_bytes(config.source.folder, config.dtype)
     cache = config.capacity.cache_bytes
     if weights + cache > free:
         room = max(free - weights, 0)

@@ -3,6 +3,7 @@
 Every setting's help text stands here once; the command line is a view of these fields.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +12,7 @@ from kv8.errors import RequestError
 from kv8.units import parse_bytes
 
 LARGEST_PORT = 65_535
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -69,11 +71,17 @@ class ServerSettings:
             if not whole or value < low or (high is not None and value > high):
                 allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
                 raise RequestError(f"{name} must be a whole number {allowed}, got {value!r}.")
-        for name in ("api_key", "served_model_name", "allowed_origins"):
+        for name, check in (
+            ("api_key", _check_key),
+            ("served_model_name", _check_name),
+            ("allowed_origins", _check_origin),
+        ):
             values = getattr(self, name)
             values = (values,) if isinstance(values, str) else tuple(values)
             if not all(isinstance(value, str) and value for value in values):
                 raise RequestError(f"{name} holds an empty text. Leave it out instead.")
+            for value in values:
+                check(value)
             object.__setattr__(self, name, values)
         size = parse_bytes(self.max_body_size, option="max_body_size")
         object.__setattr__(self, "max_body_size", size)
@@ -81,6 +89,30 @@ class ServerSettings:
             raise RequestError(
                 f"drain_timeout must be a number of seconds >= 0, got {self.drain_timeout!r}."
             )
+
+
+def _check_key(key: str) -> None:
+    """Refuse a key no client could send, so that nobody is locked out in silence."""
+    if not key.isprintable() or key != key.strip():
+        raise RequestError(
+            "api_key holds a key that no header can carry: blanks around it, a line break or other "
+            "control characters, or bytes that are no UTF-8. Give printable characters."
+        )
+
+
+def _check_name(name: str) -> None:
+    if not name.isprintable():
+        raise RequestError(
+            f"served_model_name={name!a} is no text that can be sent. Give printable characters."
+        )
+
+
+def _check_origin(origin: str) -> None:
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise RequestError(
+            f"allowed_origins: {origin!a} is no origin. Give *, or a scheme and a host as browsers "
+            f"send them: https://example.org, http://localhost:3000, without a path."
+        )
 
 
 SETTING_FIELDS = {f.name: f for f in fields(ServerSettings)}

@@ -1,35 +1,22 @@
 """From the form a request asks for to the one the engine knows, compiled before it gets there."""
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 from kv8.errors import RequestError
 from kv8.sampling_params import SamplingParams
+from kv8.server.protocol.common import GenerationRequest
 from kv8.server.protocol.errors import ApiError
 from kv8.server.protocol.structured import (
     JsonObjectFormat,
     JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
     TextFormat,
 )
 from kv8.server.state import ServerState
 from kv8.structured_outputs import StructuredOutputsParams
 
 
-class FormedRequest(Protocol):
-    """The fields of a request that say what form its answer has."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None:
-        """OpenAI's."""
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None:
-        """vLLM's."""
-
-
-def form_field(body: FormedRequest) -> str | None:
+def form_field(body: GenerationRequest) -> str | None:
     """Return which field of ``body`` asks for a form, `None` if none does.
 
     Raises:
@@ -47,7 +34,7 @@ def form_field(body: FormedRequest) -> str | None:
     return None if body.structured_outputs is None else "structured_outputs"
 
 
-def sampling_options(body: FormedRequest) -> dict[str, Any]:
+def sampling_options(body: GenerationRequest) -> dict[str, Any]:
     """Return the sampling parameters that give an answer the form ``body`` asks for; often none.
 
     Raises:
@@ -61,7 +48,7 @@ def sampling_options(body: FormedRequest) -> dict[str, Any]:
     return {} if form is None else {"structured_outputs": form}
 
 
-async def compile_form(state: ServerState, params: SamplingParams, body: FormedRequest) -> None:
+async def compile_form(state: ServerState, params: SamplingParams, body: GenerationRequest) -> None:
     """Make the form in ``params``, if any, ready, so that the engine need not wait for it.
 
     Args:
@@ -84,7 +71,7 @@ async def compile_form(state: ServerState, params: SamplingParams, body: FormedR
         raise ApiError(400, f"{name}: {error}", param=name) from None
 
 
-def _form(body: FormedRequest) -> StructuredOutputsParams | None:
+def _form(body: GenerationRequest) -> StructuredOutputsParams | None:
     match body.response_format:
         case JsonObjectFormat():
             return StructuredOutputsParams(json_object=True)

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kv8.errors import RequestError
+from kv8.server.protocol.chat import ChatCompletionRequest
 from kv8.server.protocol.errors import ApiError
 from kv8.server.protocol.messages import (
     AssistantMessage,
@@ -13,33 +14,13 @@ from kv8.server.protocol.messages import (
     ToolMessage,
     as_template_input,
 )
-from kv8.server.protocol.tools import FunctionDefinition, NamedToolChoice, Tool, ToolChoice
+from kv8.server.protocol.tools import FunctionDefinition, NamedToolChoice
 from kv8.server.state import ServerState
-from kv8.server.structured import FormedRequest, form_field
+from kv8.server.structured import form_field
 from kv8.server.tool_format import ToolFormat, find_tool_format
 from kv8.server.tool_grammar import call_grammar
 from kv8.server.tool_reader import ToolReader
 from kv8.structured_outputs import StructuredOutputsParams
-
-
-class ToolRequest(FormedRequest, Protocol):
-    """The fields of a chat request that matter for tools."""
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """The conversation, in which tools may have been called before."""
-
-    @property
-    def tools(self) -> Sequence[Tool] | None:
-        """What may be called."""
-
-    @property
-    def tool_choice(self) -> ToolChoice | None:
-        """Whether something must be."""
-
-    @property
-    def parallel_tool_calls(self) -> bool | None:
-        """Whether an answer may hold several calls."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class _Markers:
     special: bool
 
 
-async def tool_use(body: ToolRequest, state: ServerState) -> ToolUse:
+async def tool_use(body: ChatCompletionRequest, state: ServerState) -> ToolUse:
     """Return what the tools of ``body`` mean for its prompt and its answers.
 
     Raises:
@@ -129,7 +110,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return plain
 
 
-def _callable_tools(body: ToolRequest) -> list[FunctionDefinition]:
+def _callable_tools(body: ChatCompletionRequest) -> list[FunctionDefinition]:
     """Return the functions an answer may call; none if it must not call any."""
     functions = [tool.function for tool in body.tools or ()]
     choice = body.tool_choice
@@ -170,7 +151,7 @@ def _callable_tools(body: ToolRequest) -> list[FunctionDefinition]:
 
 
 def _grammar(
-    body: ToolRequest, functions: Sequence[FunctionDefinition], markers: _Markers
+    body: ChatCompletionRequest, functions: Sequence[FunctionDefinition], markers: _Markers
 ) -> str | None:
     """Return the grammar that answers must follow, `None` if any text will do."""
     must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedToolChoice)

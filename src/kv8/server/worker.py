@@ -8,6 +8,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kv8.engine.engine import Engine
@@ -23,6 +24,24 @@ logger = logging.getLogger(__name__)
 
 Command: TypeAlias = Callable[[Engine], None]
 Post: TypeAlias = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a request asks of the engine.
+
+    Attributes:
+        prompts: one or more, in tokens.
+        params: for all of them.
+        stream: whether the answer is read while it grows.
+        arrived_at: when the request came, by `time.monotonic`.
+    """
+
+    prompts: Sequence[TokenizedPrompt]
+    params: SamplingParams
+    stream: bool
+    arrived_at: float
+
 
 _PROBE = "health-probe"  # no request is called so: theirs are numbered
 
@@ -65,22 +84,15 @@ class EngineWorker:
             if engine.counters.failed_steps > failed_steps and not self._probing:
                 self._probe(engine)
 
-    def open(
-        self,
-        engine: Engine,
-        mailbox: Mailbox,
-        prompts: Sequence[TokenizedPrompt],
-        params: SamplingParams,
-        *,
-        stream: bool,
-        arrived_at: float,
-    ) -> None:
+    def open(self, engine: Engine, mailbox: Mailbox, asked: Submission) -> None:
         """Queue all prompts of a request, or none of them and say why."""
         names: list[str] = []
         try:
-            for number, (text, token_ids) in enumerate(prompts):
+            for number, (text, token_ids) in enumerate(asked.prompts):
                 name = _name(mailbox, number)
-                engine.add_request(name, token_ids, params, prompt=text, arrived_at=arrived_at)
+                engine.add_request(
+                    name, token_ids, asked.params, prompt=text, arrived_at=asked.arrived_at
+                )
                 names.append(name)
         except Exception as error:  # noqa: BLE001 - only this request is concerned
             for name in names:
@@ -89,7 +101,7 @@ class EngineWorker:
             self._post(lambda: mailbox.fail(refusal))
         else:
             for number, name in enumerate(names):
-                self._feeds[name] = Feed(mailbox, number, stream=stream)
+                self._feeds[name] = Feed(mailbox, number, stream=asked.stream)
             self._post(mailbox.accept)
 
     def abort(self, engine: Engine, mailbox: Mailbox, num_prompts: int) -> None:

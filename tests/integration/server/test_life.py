@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.served import PATIENCE, Served, proven_engine, serving
+from tests.served import PATIENCE, Gate, Served, proven_engine, serving
 
 from kv8.errors import ModelError
 
@@ -65,14 +65,9 @@ def test_a_start_that_fails_late_is_told_and_ends_the_server(tiny_model) -> None
 def test_draining_finishes_what_was_accepted(tiny_model) -> None:
     with serving(tiny_model()) as server, ThreadPoolExecutor(1) as pool:
         expected = server.client().post("/v1/completions", json=LONG).json()["choices"][0]["text"]
-        hold = threading.Event()
-        run = server.on_engine(lambda engine: engine.runner.run)
-
-        def held(step):
-            assert hold.wait(PATIENCE)
-            return run(step)
-
-        server.on_engine(lambda engine: setattr(engine.runner, "run", held))
+        gate = Gate()
+        gate.guard(server)
+        gate.opened.clear()
         answer = pool.submit(server.client().post, "/v1/completions", json=LONG)
         server.until(lambda: not server.on_loop(lambda: server.state.engine.is_idle))
         server.stop()
@@ -80,7 +75,7 @@ def test_draining_finishes_what_was_accepted(tiny_model) -> None:
         refused = server.client().post("/v1/completions", json=LONG)
         assert refused.status_code == 503
         assert "stopping" in refused.json()["error"]["message"]
-        hold.set()
+        gate.opened.set()
         assert answer.result(PATIENCE).json()["choices"][0]["text"] == expected
         server.join()
         assert server.finished is True
@@ -90,14 +85,9 @@ def test_draining_finishes_what_was_accepted(tiny_model) -> None:
 def test_what_is_not_finished_in_time_is_ended_with_an_error(tiny_model, how) -> None:
     timeout = 0.1 if how == "the time is up" else PATIENCE
     with serving(tiny_model(), drain_timeout=timeout) as server, ThreadPoolExecutor(1) as pool:
-        hold = threading.Event()
-        run = server.on_engine(lambda engine: engine.runner.run)
-
-        def held(step):
-            assert hold.wait(PATIENCE)
-            return run(step)
-
-        server.on_engine(lambda engine: setattr(engine.runner, "run", held))
+        gate = Gate()
+        gate.guard(server)
+        gate.opened.clear()
         answer = pool.submit(server.client().post, "/v1/completions", json=LONG)
         server.until(lambda: not server.on_loop(lambda: server.state.engine.is_idle))
         server.stop()
@@ -106,7 +96,7 @@ def test_what_is_not_finished_in_time_is_ended_with_an_error(tiny_model, how) ->
         told = answer.result(PATIENCE)
         assert told.status_code == 503
         assert "stopped" in told.json()["error"]["message"]
-        hold.set()
+        gate.opened.set()
         server.join()
         assert server.finished is False
 

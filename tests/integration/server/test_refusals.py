@@ -1,5 +1,6 @@
 """What is not served is refused: a 4xx in OpenAI's shape, with a sentence and the field's name."""
 
+import gzip
 import json
 import socket
 
@@ -177,8 +178,9 @@ def test_the_message_says_what_would_be_served(served) -> None:
     error = error_of(complete(served, prompt="x" * (longest + 5)))
     assert f"A prompt of {longest - 1} tokens or less fits" in error["message"]
     # What the message promises holds: the begin token takes one place.
-    assert complete(served, prompt="x" * (longest - 2)).status_code == 200
-    assert complete(served, prompt="x" * (longest - 1)).status_code == 400
+    shortest = {"max_tokens": 1}
+    assert complete(served, prompt="x" * (longest - 2), **shortest).status_code == 200
+    assert complete(served, prompt="x" * (longest - 1), **shortest).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,33 @@ def test_a_body_of_another_type_is_refused(served) -> None:
             "/v1/completions", content=body, headers={"content-type": kind}
         )
         error_of(answer)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_in_the_query_are_refused(served, path) -> None:
+    body = {"messages": HELLO} if "chat" in path else {"prompt": "x"}
+    answer = served.client().post(path, params={"stream": "true"}, json=body)
+    assert "'stream' in the query" in error_of(answer)["message"]
+
+
+def test_a_compressed_body_is_refused(served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"prompt": "x"}')
+    answer = served.client().post("/v1/completions", content=body, headers=headers)
+    assert "compressed" in error_of(answer)["message"]
+
+
+def test_a_slash_too_many_is_told_and_not_redirected(served) -> None:
+    """A redirect would name the scheme and host behind a proxy, and most clients drop its body."""
+    answer = served.client().post("/v1/completions/", json={"prompt": "x"})
+    assert "/v1/completions/" in error_of(answer, 404)["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/kv_cache", "/"])
+def test_head_is_get_without_the_body(served, path) -> None:
+    answer = served.client().head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["content-length"]) > 0
 
 
 def test_unknown_paths_methods_and_models(served) -> None:

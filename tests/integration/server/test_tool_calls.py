@@ -35,7 +35,9 @@ def served(
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(STYLES[request.param])
     with serving(
-        tiny_model(max_position_embeddings=2048), chat_template=str(template), kv_cache_memory="4MiB"
+        tiny_model(max_position_embeddings=2048),
+        chat_template=str(template),
+        kv_cache_memory="4MiB",
     ) as server:
         yield server
 

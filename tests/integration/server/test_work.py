@@ -1,37 +1,16 @@
 """Many clients at once, and clients that go away, dawdle, or find the queue full."""
 
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
-from tests.served import PATIENCE, serving
+from tests.served import PATIENCE, Gate, serving
 
 from kv8.server.engine_thread import EngineState
 
 LONG = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-
-
-class Gate:
-    """Holds an engine's steps while it is closed, so that a test decides when work goes on."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.opened.set()
-        self.error: BaseException | None = None
-
-    def guard(self, engine) -> None:
-        run = engine.runner.run
-
-        def held(step):
-            assert self.opened.wait(PATIENCE)
-            if self.error is not None:
-                raise self.error
-            return run(step)
-
-        engine.runner.run = held
 
 
 @pytest.fixture
@@ -39,7 +18,7 @@ def held(tiny_model):
     """A server that runs two sequences and lets two more wait, and the gate before its steps."""
     with serving(tiny_model(), max_num_seqs=2, max_queued=2, max_num_batched_tokens=64) as server:
         gate = Gate()
-        server.on_engine(gate.guard)
+        gate.guard(server)
         yield server, gate
         gate.opened.set()
 

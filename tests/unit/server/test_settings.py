@@ -20,7 +20,13 @@ from kv8.server.settings import ServerSettings
         {"max_body_size": 0},
         {"api_key": [""]},
         {"served_model_name": ["a", ""]},
+        {"api_key": ["good", " padded"]},
+        {"api_key": ["two\nlines"]},
+        {"api_key": ["\udcff"]},
+        {"served_model_name": ["\udcff"]},
         {"allowed_origins": [7]},
+        {"allowed_origins": ["example.org"]},
+        {"allowed_origins": ["https://example.org/path"]},
         {"drain_timeout": -1.0},
         {"drain_timeout": float("nan")},
     ],
@@ -31,8 +37,14 @@ def test_values_that_cannot_be_are_refused_by_name(values) -> None:
 
 
 def test_what_is_given_is_kept() -> None:
-    settings = ServerSettings(max_body_size="2MiB", api_key="one", served_model_name=["a", "b"])
+    settings = ServerSettings(
+        max_body_size="2MiB",
+        api_key="one",
+        served_model_name=["a", "b"],
+        allowed_origins=["https://example.org", "http://localhost:3000", "*"],
+    )
     assert settings.max_body_size == 2 * 2**20
     assert settings.api_key == ("one",)
     assert settings.served_model_name == ("a", "b")
-    assert settings.allowed_origins == ()
+    assert settings.allowed_origins == ("https://example.org", "http://localhost:3000", "*")
+    assert ServerSettings(api_key=["zweiter Schlüssel"]).api_key == ("zweiter Schlüssel",)

@@ -15,7 +15,6 @@ from kv8.server.protocol.common import (
     UsageBody,
 )
 from kv8.server.protocol.messages import Message
-from kv8.server.protocol.structured import ResponseFormat, StructuredOutputs
 from kv8.server.protocol.tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _TEXT_ONLY = "kv8 reads and writes text alone."
@@ -49,8 +48,6 @@ class ChatCompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=1, description="The older name of the same.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -1,42 +1,26 @@
-"""What several requests have in common: strictness, sampling fields, and what is refused."""
+"""What chat and text completion have in common: their fields, and how they refuse others."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from kv8.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv8.server.mailbox import Usage
-from kv8.server.protocol.text import require_text
+from kv8.server.protocol.strict import Body, Strict, TokenId
+from kv8.server.protocol.structured import ResponseFormat, StructuredOutputs
 
 MOST_CHOICES = 128  # as OpenAI has it
 LARGEST_SEED = 2**63 - 1
 _ABOUT = ("title", "description", "default")  # of a field, whatever type it has
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = str | list[str] | None
 
 # Of answers: fields that OpenAI does not have are there when they were asked for, never null.
 OMITTED: Any = Field(None, exclude_if=lambda value: value is None)
 TokenIds = list[int] | None
 PromptLogprobs = list[dict[str, Any] | None] | None
-
-
-class Strict(BaseModel):
-    """A shape that takes no other fields, and no text where a number belongs."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Body(Strict):
-    """The outermost shape of a request."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_text(cls, body: Any) -> Any:
-        require_text(body)
-        return body
 
 
 class Refusal:
@@ -88,6 +72,8 @@ class GenerationRequest(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = Field(False, description="Add prompt_token_ids and token_ids.")
     stream: bool = False
     stream_options: StreamOptions | None = None

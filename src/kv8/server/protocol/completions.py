@@ -11,11 +11,10 @@ from kv8.server.protocol.common import (
     GenerationRequest,
     PromptLogprobs,
     Refusal,
-    TokenId,
     TokenIds,
     UsageBody,
 )
-from kv8.server.protocol.structured import ResponseFormat, StructuredOutputs
+from kv8.server.protocol.strict import TokenId
 
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 _MOST_PROMPTS = 1024
@@ -39,8 +38,6 @@ class CompletionRequest(GenerationRequest):
     ) = Field(description="Text, token numbers, or a list of either.")
     max_tokens: int | None = Field(16, ge=1, description="Most tokens of a completion.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     echo: bool = Field(False, description="Begin each completion with its prompt.")
 
     @property

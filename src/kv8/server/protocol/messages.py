@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kv8.server.protocol.common import Strict
+from kv8.server.protocol.strict import Strict
 from kv8.server.protocol.tools import ToolCall
 
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, model_validator
 
-from kv8.server.protocol.common import Body, TokenId
 from kv8.server.protocol.messages import Message
+from kv8.server.protocol.strict import Body, TokenId
 
 
 class TokenizeRequest(Body):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from kv8.server.protocol.common import Strict
+from kv8.server.protocol.strict import Strict
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
