@@ -201,6 +201,7 @@ def test_misfits_are_named_and_outlined(page, stage) -> None:
     stage.body = document(
         observation([layer(0, clipped=(20_000, 0)), layer(1), layer(2, clipped=(0, 5))])
     )
+    page.reload()
     until(page, "#verdict", "1 of 6 K and V caches clip more than their scale should.")
     assert page.locator("#map [data-misfit]").count() == 1
     page.hover("#map [data-misfit]")
@@ -210,6 +211,7 @@ def test_misfits_are_named_and_outlined(page, stage) -> None:
 def test_scales_by_head_and_layers_that_read_others(page, stage) -> None:
     per_head = Scale((0.5, 0.25, 0.125), Origin(OriginKind.FILE, "scales.safetensors"))
     stage.body = document(observation([replace(layer(0), k=per_head), layer(1, reads_layer=0)]))
+    page.reload()
     page.wait_for_selector("#map [data-level=reader]")
     assert page.locator("#legend li", has_text="reads another layer's").is_visible()
     assert page.locator("#legend li", has_text="nothing stored").is_hidden()
@@ -281,6 +283,7 @@ def test_while_the_weights_are_read_the_plan_is_shown(page, stage) -> None:
     plan = [layer(i, k_counts=None, v_counts=None) for i in range(4)]
     planned = EngineSnapshot(report=observation(plan).engine.report)
     stage.body = document(replace(observation([]), state=EngineState.LOADING, engine=planned))
+    page.reload()
     until(page, "#state", "loading")
     assert "weights are being read" in text(page, "#notice")
     assert "bytes a token 1,536" in text(page, "#cache")
@@ -292,6 +295,7 @@ def test_before_the_first_request_it_says_how_to_send_one(page, stage) -> None:
     nothing = [layer(i, k_counts=None, v_counts=None) for i in range(4)]
     fresh = EngineSnapshot(report=observation(nothing).engine.report)
     stage.body = document(replace(observation([]), engine=fresh))
+    page.reload()
     page.wait_for_selector("#empty:not([hidden])")
     assert f"curl {stage.address}v1/completions" in text(page, "#example")
     assert text(page, "#verdict") == "Nothing is stored yet."
@@ -301,6 +305,7 @@ def test_before_the_first_request_it_says_how_to_send_one(page, stage) -> None:
 
 def test_a_cache_that_is_not_quantized_clips_nothing(page, stage) -> None:
     stage.body = document(observation([native_layer(0), native_layer(1)]))
+    page.reload()
     until(page, "#verdict", "The cache keeps the model's own dtype: nothing is clipped.")
     assert page.locator("#map [data-level=native]").count() == 4
 
@@ -314,6 +319,7 @@ def test_a_failure_is_told_with_its_reason(page, stage) -> None:
 
 def test_an_error_is_told_in_the_servers_words(page, stage) -> None:
     stage.fail(500, "Something broke.")
+    page.reload()
     page.wait_for_selector("#notice:not([hidden])")
     assert text(page, "#notice") == "The server answered 500: Something broke."
 
@@ -354,6 +360,7 @@ def test_markup_in_names_stays_text(page, stage) -> None:
     stage.body = document(observation([layer(0)]))
     stage.body["model"] = "<img src=x onerror=alert(1)><b>model</b>"
     stage.body["messages"] = ["<script>alert(1)</script>"]
+    page.reload()
     until(page, "h1", "<img")
     assert page.locator("h1 *, #messages li *").count() == 0
 
