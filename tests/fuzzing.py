@@ -30,8 +30,7 @@ def fuzz(served: Served, *words: object) -> "subprocess.CompletedProcess[str]":
     command = [
         "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color",
         "--exclude-checks", LEFT_OUT, "--request-timeout", str(REQUEST_SECONDS),
-        "--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing",
-        *map(str, words),
+        "--suppress-health-check", "all", *map(str, words),
     ]  # fmt: skip
     hooks = {"SCHEMATHESIS_HOOKS": "tests.fuzzing_hooks", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as scratch:  # it leaves a cache where it runs
@@ -55,7 +54,8 @@ def main() -> int:
         options = {"max_model_len": 512, "kv_cache_memory": "64MiB"}
         with serving(folder, chat_template=str(template), **options) as served:
             run = fuzz(
-                served, "--max-time", args.seconds, "--seed", args.seed, "--workers", 4,
+                served, "--phases", "examples,coverage,fuzzing", "--max-time", args.seconds,
+                "--seed", args.seed, "--workers", 4,
                 "--max-examples", 1_000_000, "--continue-on-failure",
                 "--generation-database", "none", "--include-method", "POST",
             )  # fmt: skip

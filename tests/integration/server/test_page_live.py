@@ -1,4 +1,4 @@
-"""The page of a real server at work; ``--update-golden`` takes the picture in the docs."""
+"""The page of a real server at work; ``--update-golden`` takes the pictures in the docs."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,8 @@ import pytest
 from tests.browsers import chromium
 from tests.server_process import server_process
 
-PICTURE = Path(__file__).resolve().parents[3] / "docs" / "images" / "page.png"
+PICTURES = Path(__file__).resolve().parents[3] / "docs" / "images"
+PHONE = {"width": 390, "height": 844}
 PREFACE = "Below is the beginning of a text. Go on with it in the same language and manner. "
 PROMPTS = (
     "London is the capital of",
@@ -47,8 +48,11 @@ def test_the_page_of_a_server_at_work(update_golden, tmp_path) -> None:
                 }
                 assert "running" in page.inner_text("#work")
                 if update_golden:
-                    PICTURE.parent.mkdir(exist_ok=True)
-                    page.screenshot(path=PICTURE, full_page=True)
+                    PICTURES.mkdir(exist_ok=True)
+                    page.screenshot(path=PICTURES / "page.png", full_page=True)
+                    page.emulate_media(color_scheme="dark")
+                    page.set_viewport_size(PHONE)
+                    page.screenshot(path=PICTURES / "page-phone.png", full_page=True)
             finally:
                 enough.set()
         for future in asked:
