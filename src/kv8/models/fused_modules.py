@@ -13,6 +13,7 @@ from kv8.kernels.step import (
     run_one,
 )
 from kv8.models.decoder_parts import Norm
+from kv8.models.torch_product import torch_product
 from kv8.models.workspace import Workspace
 
 
@@ -32,9 +33,12 @@ class FusedLinear:
         weight, bias = self._module.weight, self._module.bias
         rows = x.reshape(-1, x.shape[-1])
         num_rows = rows.shape[0]
-        if not 0 < num_rows <= self._most_rows or rows.dtype != weight.dtype or rows.stride(1) != 1:
+        if num_rows == 0 or rows.dtype != weight.dtype or rows.stride(1) != 1:
             return nn.functional.linear(x, weight, bias)
         out = torch.empty(num_rows, weight.shape[0], dtype=x.dtype)
+        if num_rows > self._most_rows:
+            torch_product(rows, weight, bias, out)
+            return out.view(*x.shape[:-1], -1)
         most = MOST_ROWS if num_rows <= MOST_ROWS else self._most_rows
         scratch = self._workspace.scratch(rows.shape[1], most)
         operation = linear_struct(weight, bias, rows, out, scratch)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from kv8.models.torch_product import torch_product
 from kv8.models.weight_memory import WeightMemory
 
 
@@ -38,10 +39,7 @@ class Merged:
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the projections [T, O] of ``x`` [T, I], by torch."""
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        torch_product(x, self.weight, self.bias, out)
 
 
 def _zeros(linear: nn.Linear) -> torch.Tensor:

@@ -52,7 +52,8 @@ def test_the_page_of_a_server_at_work(update_golden, tmp_path) -> None:
                     page.screenshot(path=PICTURES / "page.png", full_page=True)
                     page.emulate_media(color_scheme="dark")
                     page.set_viewport_size(PHONE)
-                    page.screenshot(path=PICTURES / "page-phone.png", full_page=True)
+                    page.locator("#map-title").evaluate("title => title.scrollIntoView()")
+                    page.screenshot(path=PICTURES / "page-phone.png")
             finally:
                 enough.set()
         for future in asked:
