@@ -173,6 +173,12 @@ def test_more_tokens_than_fit_are_refused_with_how_many_would(served, send, fiel
     assert error_of(send(served, **{field: room + 1} | others))["param"] == field
 
 
+def test_too_many_prompts_are_told_with_how_many_there_may_be(served) -> None:
+    error = error_of(complete(served, prompt=["x"] * 1025))
+    assert error["param"] == "prompt"
+    assert "at most 1024" in error["message"]
+
+
 def test_the_message_says_what_would_be_served(served) -> None:
     longest = served.state.config.max_model_len
     error = error_of(complete(served, prompt="x" * (longest + 5)))

@@ -241,3 +241,25 @@ def test_many_threads_compile_and_open_at_once() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
+
+
+def test_masks_looked_ahead_are_those_of_one_by_one() -> None:
+    compiled = grammars()
+    forms = [form(regex="[ab]+"), form(choice=["cat", "cow"]), form(json_object=True)]
+    outputs = [tokens("ab"), tokens("c"), tokens('{"a": ')]
+    alone, together = ([compiled.open(one) for one in forms] for _ in range(2))
+    expected = [mask.allowed(output) for mask, output in zip(alone, outputs, strict=True)]
+    compiled.look_ahead(list(zip(together, outputs, strict=True)))
+    for mask, output, allowed in zip(together, outputs, expected, strict=True):
+        assert torch.equal(mask.allowed(output), allowed)
+    # One that was looked ahead for goes on like any other.
+    assert texts(together[1].allowed(tokens("co"))) == {"w"}
+
+
+def test_a_form_that_cannot_be_followed_further_harms_no_other_looked_ahead_for() -> None:
+    compiled = grammars()
+    broken, sound = compiled.open(form(choice=["ab"])), compiled.open(form(choice=["ab"]))
+    compiled.look_ahead([(broken, tokens("x")), (sound, tokens("a"))])
+    with pytest.raises(RequestError, match="beyond token 1"):
+        broken.allowed(tokens("x"))
+    assert texts(sound.allowed(tokens("a"))) == {"b"}

@@ -36,8 +36,10 @@ def _deepest(placed: Sequence[_Placed]) -> list[_Placed]:
     """Return what to tell: of findings inside one another the innermost.
 
     Where a field may be several things, each of them makes a finding; the alternative that got
-    furthest is the one that was meant.
+    furthest is the one that was meant. A list is counted last, so one that is too long was meant.
     """
+    if too_long := [one for one in placed if one[1]["type"] == "too_long"]:
+        return too_long
     return [
         (place, finding)
         for place, finding in placed
