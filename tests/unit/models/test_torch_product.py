@@ -1,9 +1,9 @@
-"""torch's products over rounded numbers of rows: the same numbers, from few kernels."""
+"""torch's products over few numbers of rows."""
 
 import pytest
 import torch
 
-from kv8.models.torch_product import rounded_rows, torch_product
+from kv8.models.torch_product import torch_product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -23,7 +23,12 @@ def test_it_is_the_product(dtype, with_bias, num_rows) -> None:
     torch.testing.assert_close(out.double(), expected, **tolerance)
 
 
-def test_the_numbers_of_rows_are_few_and_never_twice_what_is_needed() -> None:
-    rounded = {rounded_rows(n) for n in range(1, 2049)}
-    assert len(rounded) <= 36
-    assert all(n <= rounded_rows(n) < max(2 * n, 17) for n in range(1, 2049))
+def test_the_numbers_of_rows_are_few(monkeypatch) -> None:
+    seen = set()
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, w, out: (seen.add(len(x)), mm(x, w, out=out)))
+    weight = torch.ones(2, 4, dtype=torch.bfloat16)
+    for num_rows in range(1, 1030):
+        x = torch.ones(num_rows, 4, dtype=torch.bfloat16)
+        torch_product(x, weight, None, torch.empty(num_rows, 2, dtype=torch.bfloat16))
+    assert seen == {16, 32, 48, *range(64, 1025, 64)}
