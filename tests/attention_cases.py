@@ -26,14 +26,31 @@ def new_backend() -> AttentionBackend:
 
 
 UNIT_ROUNDOFF = 2.0**-24  # float32, round to nearest
-# What a weight is rounded to before it meets the values, by the query's type: one bfloat16 number
-# (and its exponential has twice, in weight and sum, an error of 2^-13.7), or of what that leaves
-# another one.
-WEIGHT_ROUNDOFF = {
-    torch.float32: 0.0,
-    torch.bfloat16: 2.0**-8 + 2.0**-12.7,
-    torch.float16: 2.0**-17,
-}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """In what a backend may differ from exact attention, besides the rounding of float32 sums.
+
+    Attributes:
+        weight_roundoff: relative error of a weight as it meets the values, by the query's type.
+        running_maximum: whether FP8 weights are rounded relative to the largest logit met so far.
+    """
+
+    weight_roundoff: dict[torch.dtype, float]
+    running_maximum: bool
+
+
+# One bfloat16 number (and its exponential has twice, in weight and sum, an error of 2^-13.7), or of
+# what that leaves another one. The reference is more exact.
+CPU_ARITHMETIC = Arithmetic(
+    {torch.float32: 0.0, torch.bfloat16: 2.0**-8 + 2.0**-12.7, torch.float16: 2.0**-17}, False
+)
+# bfloat16 over a bfloat16 cache, float16 else.
+TRITON_ARITHMETIC = Arithmetic(
+    {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}, True
+)
+arithmetic = CPU_ARITHMETIC  # of `backend_factory`
 HALF_STEPS = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 NAN_BYTE = 0x7F  # NaN in e4m3 and e5m2; as int16 0x7F7F, NaN in bfloat16 and float16 too
 
@@ -241,8 +258,9 @@ def rounding_bound(case: Case, steps: Sequence[tuple[int, int, int]]) -> torch.T
     by e to that, relatively; and the output by twice that (the row sum is off too) plus n·u, times
     Σ weight·|v|. With bfloat16 queries a weight may be rounded to bfloat16, 2^-8, after an
     exponential of 2^-13.7, which the row sum has too; with float16 ones it may be two bfloat16
-    numbers: 2^-17. In FP8 attention the weight's code may fall to the other side of a boundary:
-    that step, where it is possible, is added.
+    numbers: 2^-17 (backends differ: `Arithmetic`). In FP8 attention the weight's code may fall to
+    the other side of a boundary: that step, where it is possible, is added. A weight below 2^-14 is off by up to
+    2^-18, and with a running maximum by anything up to that, to either side.
     """
     rows = []
     heads_per_kv = case.layer.geometry.num_heads // case.layer.geometry.num_kv_heads
@@ -274,7 +292,7 @@ def _row_bound(case: Case, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         total = total + torch.exp(call.sinks.double()[:, None] - logits.amax(-1, keepdim=True))
     relative = 2 * torch.expm1(logit_error) + (k.shape[1] + 8) * UNIT_ROUNDOFF
     if layer.q_scale is None:
-        relative = relative + WEIGHT_ROUNDOFF[query.dtype]
+        relative = relative + arithmetic.weight_roundoff[query.dtype]
     bound = relative * (weights[:, None] @ v.abs())[:, 0] / total
     if layer.q_scale is not None:
         largest = (logits.amax(-1, keepdim=True) / math.log(2)).ceil() * math.log(2)
@@ -284,7 +302,10 @@ def _row_bound(case: Case, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             decode(encode(weights * (1 + d), 2.0**-8, FP8_E4M3), 2.0**-8, FP8_E4M3).double()
             for d in (-relative, relative)
         )
-        bound = bound * (1 + 2.0**-4) + ((high - low)[:, None] @ v.abs())[:, 0] / total
+        step = high - low
+        if arithmetic.running_maximum:
+            step = step + torch.where(weights < 2.0**-14, 2.0**-17, 0.0)
+        bound = bound * (1 + 2.0**-4) + (step[:, None] @ v.abs())[:, 0] / total
     return bound
 
 

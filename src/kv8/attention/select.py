@@ -22,11 +22,26 @@ class BackendEntry:
         name: as the user writes it.
         load: imports and returns it; raises `ImportError` with a reason where it cannot run.
         character: what to expect of it, for the log.
+        devices: kinds of device for whose caches `auto` takes it; `None` for all. It is not even
+            loaded for others.
     """
 
     name: str
     load: Callable[[], AttentionBackend]
     character: str
+    devices: tuple[str, ...] | None = None
+
+
+def _load_triton() -> AttentionBackend:
+    from kv8.attention.triton import TritonBackend
+
+    return TritonBackend()
+
+
+def _load_flash3() -> AttentionBackend:
+    from kv8.attention.flash3 import Flash3Backend
+
+    return Flash3Backend()
 
 
 def _load_cpu() -> AttentionBackend:
@@ -43,7 +58,24 @@ def _load_reference() -> AttentionBackend:
 
 # In order of preference: auto takes the first that loads and refuses no layer.
 ENTRIES: Final = (
-    BackendEntry("cpu", _load_cpu, "native kernels that read the stored codes in place"),
+    BackendEntry(
+        "triton",
+        _load_triton,
+        "GPU kernels that read the stored codes in place",
+        devices=("cuda",),
+    ),
+    BackendEntry(
+        "cpu",
+        _load_cpu,
+        "native kernels that read the stored codes in place",
+        devices=("cpu",),
+    ),
+    BackendEntry(
+        "flash3",
+        _load_flash3,
+        "FlashAttention 3 over the stored codes; the triton backend stores them",
+        devices=(),
+    ),
     BackendEntry(
         "reference",
         _load_reference,
@@ -72,7 +104,7 @@ def select_backend(
     check_backend_name(name, entries)
     refusals: list[str] = []
     for entry in entries:
-        if name not in (AUTO, entry.name):
+        if name not in (AUTO, entry.name) or (name == AUTO and not _suits(entry, layers)):
             continue
         backend, reason = _try(entry, layers)
         if backend is None:
@@ -87,6 +119,11 @@ def select_backend(
         f"attention_backend={name!r} cannot serve this model here ({'; '.join(refusals)}). "
         f"Backends that can: {', '.join(able) or 'none'}."
     )
+
+
+def _suits(entry: BackendEntry, layers: Sequence[LayerAttention]) -> bool:
+    devices = entry.devices
+    return devices is None or all(layer.k_codes.device.type in devices for layer in layers)
 
 
 def _try(

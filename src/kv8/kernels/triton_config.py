@@ -1,0 +1,154 @@
+"""How the Triton kernels are cut: tiles, warps, stages and splits, by shape, format and device.
+
+Everything here is a rule of thumb or a measurement, and in no other place; a table of measured
+choices for a device would be looked up here first. On one H200, decode over FP8 codes was
+fastest with one warp, 32 keys a tile and 6 stages, and widening to float16 was both faster than FP8
+products (3.54 against 3.33 TB/s) and more exact: one warp waits for memory and not for other
+warps, and a multiprocessor holds several programs.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+import torch
+
+Casts = Literal["hardware", "bits", "interpreter"]
+
+MAX_HEAD_DIM: Final = 512
+MAX_GROUP: Final = 128  # query heads of one KV head
+_KIB: Final = 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """What of a device matters here.
+
+    Attributes:
+        casts: see `kv8.kernels.triton_cast`.
+        fp8_products: whether it multiplies FP8 matrices.
+        num_multiprocessors: programs that run side by side, but for several on each.
+        shared_bytes: the most shared memory one program may have.
+    """
+
+    casts: Casts
+    fp8_products: bool
+    num_multiprocessors: int
+    shared_bytes: int
+
+
+INTERPRETER: Final = Device("interpreter", False, 4, 64 * _KIB)
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton runs its kernels in Python, on tensors of any device."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def describe_device(index: int) -> Device:
+    """Return the description of a CUDA (or ROCm) device."""
+    properties = torch.cuda.get_device_properties(index)
+    nvidia = torch.version.hip is None
+    casts = nvidia and (properties.major, properties.minor) >= (8, 9)
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 * _KIB)
+    return Device(
+        casts="hardware" if casts else "bits",
+        fp8_products=casts,
+        num_multiprocessors=properties.multi_processor_count,
+        shared_bytes=shared,
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a layer matters here.
+
+    Attributes:
+        num_kv_heads: K.
+        group: J, query heads of one KV head.
+        head_dim: D.
+        code_bytes: bytes of a stored code.
+        compute_bytes: bytes of a value in the products.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    code_bytes: int
+    compute_bytes: int
+
+    @property
+    def padded_dim(self) -> int:
+        """D as a power of two that a matrix unit takes (32 values for FP8)."""
+        return max(32, _power_of_two(self.head_dim))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Rows a program multiplies, keys a tile, programs a KV head, warps, stages of its loop."""
+
+    rows: int
+    tile: int
+    splits: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Rows and new tokens a program takes, keys a tile, warps, stages of its loop."""
+
+    rows: int
+    tokens: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def decode_config(
+    device: Device, shape: Shape, num_sequences: int, max_context: int
+) -> DecodeConfig:
+    """Return how to decode; nothing in it depends on the contexts' lengths, only on their bound."""
+    rows = max(16, _power_of_two(shape.group))
+    stage = 32 * shape.padded_dim * shape.code_bytes * 2
+    stages = min(6, max(2, 48 * _KIB // stage))
+    # A warp holds 16 x 128 sums in 64 registers a thread; wider heads and groups get more warps.
+    warps = min(8, max(1, rows // 16 * shape.padded_dim // 128))
+    if shape.compute_bytes == 4:
+        warps, stages = max(4, warps), 2
+    # A multiprocessor holds four programs (48 KiB of stages each). Twice as many: contexts differ,
+    # and what ends early makes room. A part below 256 keys costs more than it saves.
+    programs = num_sequences * shape.num_kv_heads
+    wanted = 2 * 4 * device.num_multiprocessors // programs
+    splits = max(1, min(wanted, max_context // 256, 128))
+    return DecodeConfig(rows, 32, splits, warps, stages)
+
+
+def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> PrefillConfig:
+    """Return how to compute prompts."""
+    wide = shape.padded_dim > 128
+    rows = max(64 if wide or shape.compute_bytes == 4 else 128, _power_of_two(shape.group))
+    tile = 32 if wide or shape.compute_bytes == 4 else 64
+    if device.casts == "interpreter":
+        rows = max(32, _power_of_two(shape.group))
+    # The query stays in shared memory; a stage holds a tile of K and V, and widened codes lie there
+    # once more.
+    query = rows * shape.padded_dim * (1 if fp8_products else shape.compute_bytes)
+    values = 2 * tile * shape.padded_dim
+    widened = values * shape.compute_bytes if shape.code_bytes != shape.compute_bytes else 0
+    room = device.shared_bytes - query - widened - 8 * _KIB
+    stages = min(3, max(1, room // (values * shape.code_bytes)))
+    warps = 8 if rows >= 128 else 4
+    return PrefillConfig(rows, rows // shape.group, tile, warps, stages)
+
+
+def store_rows(shape: Shape) -> int:
+    """Return how many rows (token, head) a program stores: about 4,096 values."""
+    return max(1, 4096 // shape.padded_dim)
+
+
+def _power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()

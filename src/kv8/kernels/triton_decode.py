@@ -1,0 +1,197 @@
+"""Device code: decode. One new token a sequence over its stored codes, split over programs."""
+
+import triton
+import triton.language as tl
+
+from kv8.kernels.triton_cast import round_to
+from kv8.kernels.triton_tile import add_sinks, prepare_query, take_tile
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_kernel(
+    query,  # [T, H, D]
+    output,  # [T, H, D]; written if SPLITS is 1
+    partial_sums,  # float32 [S, K, SPLITS, J, D], else written: weights times values
+    partial_largest,  # float32 [S, K, SPLITS, J]
+    partial_totals,  # float32 [S, K, SPLITS, J]
+    k_codes,  # [N, K, B, D]
+    v_codes,
+    k_scale,  # float32 [K], or None
+    v_scale,
+    q_scale,  # float32 [H], or None
+    sinks,  # float32 [H], or None
+    query_starts,  # int32 [S + 1]
+    context_lens,  # int32 [S]
+    block_table,  # int32 [S, M]
+    softmax_scale,
+    softcap,
+    query_token_stride,
+    query_head_stride,
+    output_token_stride,
+    output_head_stride,
+    k_block_stride,
+    v_block_stride,
+    table_stride,
+    GROUP: tl.constexpr,  # J, query heads of a KV head
+    ROWS: tl.constexpr,  # at least J, and 16
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CASTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    FP8_WEIGHTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
+):
+    """All query heads of one KV head over one part of the context; the grid is [K, SPLITS, S].
+
+    Each part is the same number of whole tiles, found from the context's length here on the device:
+    a grid fixed in advance serves any length, and parts beyond a short one's end are empty.
+    Sequences of more than one new token are left to the prefill kernel, those without context get
+    zeros.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    s = tl.program_id(2)
+    token = tl.load(query_starts + s)
+    if tl.load(query_starts + s + 1) - token != 1:
+        return
+    context = tl.load(context_lens + s)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    real = row < GROUP
+    head = kv_head * GROUP + row
+
+    query += token.to(tl.int64) * query_token_stride
+    query = tl.load(
+        query + head[:, None] * query_head_stride + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    row_q_scale = None
+    if q_scale is not None:
+        row_q_scale = tl.load(q_scale + head, mask=real, other=1.0)
+    operand, factor = prepare_query(query, row_q_scale, COMPUTE, False, CASTS)
+    factor = factor * softmax_scale
+    if k_scale is not None:
+        factor = factor * tl.load(k_scale + kv_head)
+
+    weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    table = block_table + s.to(tl.int64) * table_stride
+    k_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
+
+    low = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else context * 0
+    first_tile = low // TILE
+    last_tile = (context + TILE - 1) // TILE
+    part = (last_tile - first_tile + SPLITS - 1) // SPLITS
+    begin = first_tile + split * part
+    end = tl.minimum(begin + part, last_tile)
+    # A tile whose keys are all seen needs no mask. A window is short: all of its tiles have one.
+    whole = begin if WINDOW > 0 else tl.minimum(end, context // TILE)
+    for tile in tl.range(begin, whole, num_stages=STAGES):
+        weighted, largest, total = take_tile(
+            weighted, largest, total, tile, operand, factor, context, low, context,
+            k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
+            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP,
+            False, False, FP8_WEIGHTS, False, False,
+        )  # fmt: skip
+    for tile in tl.range(tl.maximum(begin, whole), end, num_stages=TAIL_STAGES):
+        weighted, largest, total = take_tile(
+            weighted, largest, total, tile, operand, factor, context, low, context,
+            k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
+            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP,
+            True, False, FP8_WEIGHTS, False, False,
+        )  # fmt: skip
+
+    if SPLITS == 1:
+        if sinks is not None:
+            total = add_sinks(total, largest, tl.load(sinks + head, mask=real, other=0.0), SHIFT)
+        result = weighted / total[:, None]
+        if v_scale is not None:
+            result = result * tl.load(v_scale + kv_head)
+        result = tl.where(context > 0, result, 0.0)
+        output += token.to(tl.int64) * output_token_stride
+        tl.store(
+            output + head[:, None] * output_head_stride + dim[None, :],
+            round_to(result, output.dtype.element_ty, CASTS),
+            mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        )
+    else:
+        at = ((s.to(tl.int64) * tl.num_programs(0) + kv_head) * SPLITS + split) * GROUP + row
+        tl.store(partial_largest + at, largest, mask=real)
+        tl.store(partial_totals + at, total, mask=real)
+        tl.store(  # an empty part says so by its total, and nobody reads its sums
+            partial_sums + at[:, None] * HEAD_DIM + dim[None, :],
+            weighted,
+            mask=(real & (begin < end))[:, None] & (dim < HEAD_DIM)[None, :],
+        )
+
+
+@triton.jit
+def combine_kernel(
+    output,  # [T, H, D]
+    partial_sums,  # as in `decode_kernel`
+    partial_largest,
+    partial_totals,
+    v_scale,
+    sinks,
+    query_starts,
+    context_lens,
+    output_token_stride,
+    output_head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CASTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Merge the parts of one query head, in order; the grid is [H, S]."""
+    head = tl.program_id(0)
+    s = tl.program_id(1)
+    token = tl.load(query_starts + s)
+    if tl.load(query_starts + s + 1) - token != 1:
+        return
+    kv_head = head // GROUP
+    at = (s.to(tl.int64) * (tl.num_programs(0) // GROUP) + kv_head) * (SPLITS * GROUP)
+    at += head % GROUP
+    split = tl.arange(0, PADDED_SPLITS)
+    known = split < SPLITS
+    largest = tl.load(partial_largest + at + split * GROUP, mask=known, other=float("-inf"))
+    totals = tl.load(partial_totals + at + split * GROUP, mask=known, other=0.0)
+    top = tl.max(largest, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp2(largest - base), 0)
+    dim = tl.arange(0, PADDED_DIM)
+    result = tl.zeros([PADDED_DIM], tl.float32)
+    for first in range(0, SPLITS, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        known = split < SPLITS
+        row = at + split * GROUP
+        largest = tl.load(partial_largest + row, mask=known, other=float("-inf"))
+        totals = tl.load(partial_totals + row, mask=known, other=0.0)
+        sums = tl.load(  # an empty part's sums were never written
+            partial_sums + row[:, None] * HEAD_DIM + dim[None, :],
+            mask=(totals != 0.0)[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        result += tl.sum(sums * tl.exp2(largest - base)[:, None], 0)
+    if sinks is not None:
+        total = add_sinks(total, base, tl.load(sinks + head), SHIFT)
+    result = result / total
+    if v_scale is not None:
+        result = result * tl.load(v_scale + kv_head)
+    result = tl.where(tl.load(context_lens + s) > 0, result, 0.0)
+    output += token.to(tl.int64) * output_token_stride + head * output_head_stride
+    tl.store(output + dim, round_to(result, output.dtype.element_ty, CASTS), mask=dim < HEAD_DIM)
