@@ -88,6 +88,27 @@ def widen_codes(codes, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.co
 
 
 @triton.jit
+def widen_pairs(pairs, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.constexpr):
+    """Return the values of the lower and of the upper FP8 code of each of ``pairs``, 16-bit words.
+
+    A tile of values meets the weights along the keys, but lies in memory along the dimensions.
+    Matrix loads turn 16-bit words around, not bytes: as words of two dimensions they come out as
+    the matrix unit wants them, and as bytes they would have to be fetched one by one.
+    """
+    if FORMAT == "fp8_e5m2":
+        low = (pairs << 8).to(tl.float16, bitcast=True).to(COMPUTE)
+        high = (pairs & 0xFF00).to(tl.uint16).to(tl.float16, bitcast=True).to(COMPUTE)
+        return low, high
+    else:
+        low = (pairs & 0xFF).to(tl.uint8)
+        high = (pairs >> 8).to(tl.uint8)
+        if CASTS == "hardware":
+            low = low.to(tl.float8e4nv, bitcast=True)
+            high = high.to(tl.float8e4nv, bitcast=True)
+        return widen_codes(low, FORMAT, COMPUTE, CASTS), widen_codes(high, FORMAT, COMPUTE, CASTS)
+
+
+@triton.jit
 def to_float32(values, CASTS: tl.constexpr):
     """Return float32, bfloat16 or float16 ``values`` in float32."""
     if values.dtype == tl.bfloat16 and CASTS == "interpreter":

@@ -3,8 +3,16 @@
 import triton
 import triton.language as tl
 
-from kv8.kernels.triton_cast import round_to
-from kv8.kernels.triton_tile import add_sinks, prepare_query, take_tile
+from kv8.kernels.triton_cast import multiply_add, round_to, widen_pairs
+from kv8.kernels.triton_tile import (
+    add_sinks,
+    add_values,
+    load_tile,
+    locate_tile,
+    prepare_query,
+    weigh_tile,
+    weights_operand,
+)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -46,6 +54,7 @@ def decode_kernel(
     CASTS: tl.constexpr,
     SHIFT: tl.constexpr,
     FP8_WEIGHTS: tl.constexpr,
+    PAIRS: tl.constexpr,  # v_codes come as 16-bit words of two codes, v_block_stride too
     STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
 ):
@@ -82,12 +91,16 @@ def decode_kernel(
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head)
 
-    weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    # V's words, and the sums over them: all of the head size, or with PAIRS its two halves.
+    value_dim: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
+    padded_value_dim: tl.constexpr = PADDED_DIM // 2 if PAIRS else PADDED_DIM
+    sums = tl.zeros([ROWS, padded_value_dim], tl.float32)
+    odd_sums = tl.zeros([ROWS, padded_value_dim if PAIRS else 1], tl.float32)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     table = block_table + s.to(tl.int64) * table_stride
     k_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
-    v_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_codes += kv_head * (BLOCK_SIZE * value_dim)
 
     low = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else context * 0
     first_tile = low // TILE
@@ -98,42 +111,117 @@ def decode_kernel(
     # A tile whose keys are all seen needs no mask. A window is short: all of its tiles have one.
     whole = begin if WINDOW > 0 else tl.minimum(end, context // TILE)
     for tile in tl.range(begin, whole, num_stages=STAGES):
-        weighted, largest, total = take_tile(
-            weighted, largest, total, tile, operand, factor, context, low, context,
+        sums, odd_sums, largest, total = _take_tile(
+            sums, odd_sums, largest, total, tile, operand, factor, low, context,
             k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
-            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP,
-            False, False, FP8_WEIGHTS, False, False,
+            HEAD_DIM, PADDED_DIM, value_dim, padded_value_dim, BLOCK_SIZE, TILE,
+            FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, False, FP8_WEIGHTS, PAIRS,
         )  # fmt: skip
     for tile in tl.range(tl.maximum(begin, whole), end, num_stages=TAIL_STAGES):
-        weighted, largest, total = take_tile(
-            weighted, largest, total, tile, operand, factor, context, low, context,
+        sums, odd_sums, largest, total = _take_tile(
+            sums, odd_sums, largest, total, tile, operand, factor, low, context,
             k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
-            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP,
-            True, False, FP8_WEIGHTS, False, False,
+            HEAD_DIM, PADDED_DIM, value_dim, padded_value_dim, BLOCK_SIZE, TILE,
+            FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, True, FP8_WEIGHTS, PAIRS,
         )  # fmt: skip
 
     if SPLITS == 1:
         if sinks is not None:
             total = add_sinks(total, largest, tl.load(sinks + head, mask=real, other=0.0), SHIFT)
-        result = weighted / total[:, None]
+        scale = 1.0 / total
         if v_scale is not None:
-            result = result * tl.load(v_scale + kv_head)
-        result = tl.where(context > 0, result, 0.0)
-        output += token.to(tl.int64) * output_token_stride
-        tl.store(
-            output + head[:, None] * output_head_stride + dim[None, :],
-            round_to(result, output.dtype.element_ty, CASTS),
-            mask=real[:, None] & (dim < HEAD_DIM)[None, :],
-        )
+            scale = scale * tl.load(v_scale + kv_head)
+        rows = output + token.to(tl.int64) * output_token_stride + head * output_head_stride
+        scale = scale[:, None]
+        # Nothing to see is nothing, not 0 / 0.
+        sums = tl.where(context > 0, sums * scale, 0.0)
+        odd_sums = tl.where(context > 0, odd_sums * scale, 0.0)
+        _write(rows, sums, odd_sums, real, value_dim, padded_value_dim, CASTS, PAIRS)
     else:
         at = ((s.to(tl.int64) * tl.num_programs(0) + kv_head) * SPLITS + split) * GROUP + row
         tl.store(partial_largest + at, largest, mask=real)
         tl.store(partial_totals + at, total, mask=real)
-        tl.store(  # an empty part says so by its total, and nobody reads its sums
-            partial_sums + at[:, None] * HEAD_DIM + dim[None, :],
-            weighted,
-            mask=(real & (begin < end))[:, None] & (dim < HEAD_DIM)[None, :],
-        )
+        # An empty part says so by its total, and nobody reads its sums.
+        written = real & (begin < end)
+        rows = partial_sums + at * HEAD_DIM
+        _write(rows, sums, odd_sums, written, value_dim, padded_value_dim, CASTS, PAIRS)
+
+
+@triton.jit
+def _take_tile(
+    sums,
+    odd_sums,
+    largest,
+    total,
+    tile,
+    operand,
+    factor,
+    low,
+    context,
+    k_codes,  # where the head's codes begin in block 0
+    v_codes,
+    table,
+    k_block_stride,
+    v_block_stride,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CASTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FP8_WEIGHTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Return the sums and the maximum with one tile of keys taken in."""
+    block, inside, read = locate_tile(table, tile, low, context, BLOCK_SIZE, TILE, MASKED)
+    k_rows = block * k_block_stride + inside * HEAD_DIM
+    v_rows = block * v_block_stride + inside * VALUE_DIM
+    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
+    v = load_tile(v_codes, v_rows, read, VALUE_DIM, PADDED_VALUE_DIM, MASKED, False)
+    weights, kept, largest, total = weigh_tile(
+        operand, k, read[None, :], largest, total, factor, softcap,
+        FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, MASKED, False,
+    )  # fmt: skip
+    if PAIRS:
+        weights = weights_operand(weights, FP8_WEIGHTS, COMPUTE, CASTS)
+        even, odd = widen_pairs(v, FORMAT, COMPUTE, CASTS)
+        sums = multiply_add(weights, even, sums * kept[:, None], CASTS)
+        odd_sums = multiply_add(weights, odd, odd_sums * kept[:, None], CASTS)
+    else:
+        sums = add_values(
+            sums * kept[:, None], weights, v, None,
+            FORMAT, COMPUTE, CASTS, False, FP8_WEIGHTS, False,
+        )  # fmt: skip
+    return sums, odd_sums, largest, total
+
+
+@triton.jit
+def _write(
+    rows,  # pointers [ROWS]
+    sums,
+    odd_sums,
+    mask,  # bool [ROWS]
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    CASTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    mask = mask[:, None] & (dim < VALUE_DIM)[None, :]
+    if PAIRS:
+        at = rows[:, None] + 2 * dim[None, :]
+        tl.store(at, round_to(sums, rows.dtype.element_ty, CASTS), mask=mask)
+        tl.store(at + 1, round_to(odd_sums, rows.dtype.element_ty, CASTS), mask=mask)
+    else:
+        at = rows[:, None] + dim[None, :]
+        tl.store(at, round_to(sums, rows.dtype.element_ty, CASTS), mask=mask)
 
 
 @triton.jit
@@ -176,17 +264,16 @@ def combine_kernel(
     dim = tl.arange(0, PADDED_DIM)
     result = tl.zeros([PADDED_DIM], tl.float32)
     for first in range(0, SPLITS, CHUNK):
-        split = first + tl.arange(0, CHUNK)
-        known = split < SPLITS
-        row = at + split * GROUP
-        largest = tl.load(partial_largest + row, mask=known, other=float("-inf"))
-        totals = tl.load(partial_totals + row, mask=known, other=0.0)
+        some = first + tl.arange(0, CHUNK)
+        row = at + some * GROUP
+        some_largest = tl.load(partial_largest + row, mask=some < SPLITS, other=float("-inf"))
+        some_totals = tl.load(partial_totals + row, mask=some < SPLITS, other=0.0)
         sums = tl.load(  # an empty part's sums were never written
             partial_sums + row[:, None] * HEAD_DIM + dim[None, :],
-            mask=(totals != 0.0)[:, None] & (dim < HEAD_DIM)[None, :],
+            mask=(some_totals != 0.0)[:, None] & (dim < HEAD_DIM)[None, :],
             other=0.0,
         )
-        result += tl.sum(sums * tl.exp2(largest - base)[:, None], 0)
+        result += tl.sum(sums * tl.exp2(some_largest - base)[:, None], 0)
     if sinks is not None:
         total = add_sinks(total, base, tl.load(sinks + head), SHIFT)
     result = result / total

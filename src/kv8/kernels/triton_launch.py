@@ -60,6 +60,14 @@ class TritonCache:
             return self.k_codes.view(torch.uint8), self.v_codes.view(torch.uint8)
         return self.k_codes, self.v_codes
 
+    def pairs(self) -> torch.Tensor | None:
+        """Return V's FP8 codes as words of two, or `None` where they do not lie so."""
+        codes = self.v_codes
+        odd = codes.shape[3] % 2 or codes.stride(0) % 2 or codes.data_ptr() % 2
+        if not self.quantized or odd:
+            return None
+        return codes.view(torch.uint16)
+
     def compute_dtype(self, query: torch.dtype) -> torch.dtype:
         """Return the type in which products are made: one that holds codes and queries.
 
@@ -176,6 +184,9 @@ def run_decode(
     """
     common, config = _decode_arguments(cache, query, sequences)
     k_codes, v_codes = cache.codes()
+    pairs = cache.pairs()
+    if pairs is not None:
+        v_codes = pairs
     num_heads, num_kv_heads = cache.num_heads, k_codes.shape[1]
     count = _aligned(sequences.num_sequences * num_heads * config.splits)
     head_dim = query.shape[2]
@@ -193,6 +204,7 @@ def run_decode(
         k_codes.stride(0), v_codes.stride(0), sequences.block_table.stride(0),
         WINDOW=settings.window,
         SOFTCAP=settings.softcap != 0.0,
+        PAIRS=pairs is not None,
         **common,
         num_warps=config.warps,
         num_stages=config.stages,

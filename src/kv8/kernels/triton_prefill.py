@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from kv8.kernels.triton_cast import round_to
-from kv8.kernels.triton_tile import add_sinks, prepare_query, take_tile
+from kv8.kernels.triton_tile import (
+    add_sinks,
+    add_values,
+    load_tile,
+    locate_tile,
+    prepare_query,
+    weigh_tile,
+)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "table_stride"])
@@ -111,25 +118,25 @@ def prefill_kernel(
     all_to = tl.maximum(all_to, all_from)
     if WINDOW > 0:
         for tile in tl.range(begin, all_from, num_stages=EDGE_STAGES):
-            weighted, largest, total = take_tile(
+            weighted, largest, total = _take_tile(
                 weighted, largest, total, tile, operand, factor, position, low, limit,
                 k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
                 HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
-                SOFTCAP, True, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
+                SOFTCAP, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
             )  # fmt: skip
     for tile in tl.range(all_from, all_to, num_stages=STAGES):
-        weighted, largest, total = take_tile(
+        weighted, largest, total = _take_tile(
             weighted, largest, total, tile, operand, factor, position, low, limit,
             k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
-            SOFTCAP, False, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
+            SOFTCAP, False, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
         )  # fmt: skip
     for tile in tl.range(all_to, end, num_stages=EDGE_STAGES):
-        weighted, largest, total = take_tile(
+        weighted, largest, total = _take_tile(
             weighted, largest, total, tile, operand, factor, position, low, limit,
             k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
-            SOFTCAP, True, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
+            SOFTCAP, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
         )  # fmt: skip
 
     if sinks is not None:
@@ -139,6 +146,61 @@ def prefill_kernel(
         result = result * tl.load(v_scale + kv_head)
     output += (token * output_token_stride + head * output_head_stride)[:, None] + dim[None, :]
     tl.store(output, round_to(result, output.dtype.element_ty, CASTS), mask=row_mask)
+
+
+@triton.jit
+def _take_tile(
+    weighted,
+    largest,
+    total,
+    tile,
+    operand,
+    factor,
+    position,  # int32 [ROWS], of the rows
+    low,
+    limit,
+    k_codes,  # where the head's codes begin in block 0
+    v_codes,
+    table,
+    k_block_stride,
+    v_block_stride,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CASTS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FP8_WEIGHTS: tl.constexpr,
+    FP8_PRODUCTS: tl.constexpr,
+    FP8_VALUES: tl.constexpr,
+):
+    """Return the sums and the maximum with one tile of keys taken in."""
+    block, inside, read = locate_tile(table, tile, low, limit, BLOCK_SIZE, TILE, MASKED)
+    k_rows = block * k_block_stride + inside * HEAD_DIM
+    v_rows = block * v_block_stride + inside * HEAD_DIM
+    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
+    v = load_tile(v_codes, v_rows, read, HEAD_DIM, PADDED_DIM, MASKED, False)
+    visible = read[None, :]
+    if MASKED:
+        distance = position[:, None] - (tile * TILE + tl.arange(0, TILE))[None, :]
+        visible = visible & (distance >= 0)
+        if WINDOW > 0:
+            visible = visible & (distance < WINDOW)
+    weights, kept, largest, total = weigh_tile(
+        operand, k, visible, largest, total, factor, softcap,
+        FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, MASKED, FP8_PRODUCTS,
+    )  # fmt: skip
+    weighted = add_values(
+        weighted * kept[:, None], weights, v, visible,
+        FORMAT, COMPUTE, CASTS, MASKED, FP8_WEIGHTS, FP8_VALUES,
+    )  # fmt: skip
+    return weighted, largest, total
 
 
 @triton.jit

@@ -55,12 +55,10 @@ def prepare_query(
 
 
 @triton.jit
-def attend_tile(
+def weigh_tile(
     query,  # [R, D] of `prepare_query`
     k_codes,  # [D, n]
-    v_codes,  # [n, D]
     visible,  # bool [R, n] or [1, n]; read if MASKED
-    weighted,  # float32 [R, D], the sum so far of weights times values
     largest,  # float32 [R], the running maximum
     total,  # float32 [R], the sum so far of weights
     factor,  # float32 [R]: products times this are logits
@@ -71,12 +69,9 @@ def attend_tile(
     SHIFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    GUARDED: tl.constexpr,
-    FP8_WEIGHTS: tl.constexpr,
     FP8_PRODUCTS: tl.constexpr,
-    FP8_VALUES: tl.constexpr,
 ):
-    """Return ``weighted``, ``largest`` and ``total`` with this tile's keys taken in."""
+    """Return float32 weights [R, n], by how much what was summed is to shrink, maximum and sum."""
     if FP8_PRODUCTS:
         products = tl.dot(query, k_codes, out_dtype=tl.float32)
     else:
@@ -98,23 +93,45 @@ def attend_tile(
         kept = tl.where(larger == float("-inf"), 0.0, kept)
     weights = tl.exp2(logits - base[:, None])
     kept = tl.exp2(kept)
-    total = total * kept + tl.sum(weights, 1)
-    weighted = weighted * kept[:, None]
+    return weights, kept, larger, total * kept + tl.sum(weights, 1)
+
+
+@triton.jit
+def weights_operand(
+    weights, FP8_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.constexpr
+):
+    """Return float32 ``weights`` as they meet the values; in FP8 attention rounded to e4m3."""
+    if FP8_WEIGHTS:
+        codes = encode_fp8(weights, "fp8_e4m3", CASTS)
+        return widen_codes(codes, "fp8_e4m3", COMPUTE, CASTS)
+    else:
+        return round_to(weights, COMPUTE, CASTS)
+
+
+@triton.jit
+def add_values(
+    weighted,  # float32 [R, D], the sum so far of weights times values
+    weights,  # float32 [R, n] of `weigh_tile`
+    v_codes,  # [n, D]
+    visible,  # bool [R, n], read if GUARDED
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CASTS: tl.constexpr,
+    GUARDED: tl.constexpr,
+    FP8_WEIGHTS: tl.constexpr,
+    FP8_VALUES: tl.constexpr,
+):
+    """Return ``weighted`` with one tile's values added."""
     if FP8_VALUES:
         # The matrix unit sums FP8 products in fewer bits than float32 has: one tile's only.
         codes = encode_fp8(weights, "fp8_e4m3", CASTS)
-        weighted += tl.dot(codes, v_codes, out_dtype=tl.float32)
+        return weighted + tl.dot(codes, v_codes, out_dtype=tl.float32)
     else:
-        if FP8_WEIGHTS:
-            codes = encode_fp8(weights, "fp8_e4m3", CASTS)
-            operand = widen_codes(codes, "fp8_e4m3", COMPUTE, CASTS)
-        else:
-            operand = round_to(weights, COMPUTE, CASTS)
+        operand = weights_operand(weights, FP8_WEIGHTS, COMPUTE, CASTS)
         values = widen_codes(v_codes, FORMAT, COMPUTE, CASTS)
         if GUARDED:
             values, weighted = _keep_apart(values, visible, weighted, CASTS)
-        weighted = multiply_add(operand, values, weighted, CASTS)
-    return weighted, larger, total
+        return multiply_add(operand, values, weighted, CASTS)
 
 
 @triton.jit
@@ -141,75 +158,60 @@ def add_sinks(total, largest, sink, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def take_tile(
-    weighted,  # these three as in `attend_tile`
-    largest,
-    total,
-    tile,  # the tile's number: its first position is TILE times that
-    operand,  # the query of `prepare_query`, and what its products are to be times
-    factor,
-    row_position,  # int32 [R]; read if CAUSAL
-    low,  # positions from low up to limit are read and no others; checked if MASKED
-    limit,
-    k_codes,  # where the head's codes begin in block 0
-    v_codes,
+def locate_tile(
     table,  # int32, one sequence's row of the block table
-    k_block_stride,
-    v_block_stride,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    tile,  # the tile's number: its first position is TILE times that
+    low,  # positions from low up to limit are looked up and no others; checked if MASKED
+    limit,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    CASTS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FP8_WEIGHTS: tl.constexpr,
-    FP8_PRODUCTS: tl.constexpr,
-    FP8_VALUES: tl.constexpr,
 ):
-    """Read one tile of the paged cache, and return what `attend_tile` makes of it."""
+    """Return int64 block, offset in it, and whether it is to be read, of each position of a tile.
+
+    What is not to be read was never stored or is out of date: any bytes, NaN among them, and the
+    table's entries there are any numbers.
+    """
     first = tile * TILE
     step = tl.arange(0, TILE)
-    dim = tl.arange(0, PADDED_DIM)
     position = first + step
     read = (position >= low) & (position < limit)
     if BLOCK_SIZE % TILE == 0:  # one block holds the tile
         block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
-        inside = (first % BLOCK_SIZE + step) * HEAD_DIM
+        return block, first % BLOCK_SIZE + step, read
+    elif MASKED:
+        block = tl.load(table + position // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+        return block, position % BLOCK_SIZE, read
     else:
-        column = table + position // BLOCK_SIZE
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+        return block, position % BLOCK_SIZE, read
+
+
+@triton.jit
+def load_tile(
+    codes,
+    rows,  # int64 [n], where each row begins
+    read,  # bool [n], checked if MASKED
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Return codes [n, D], or [D, n] if TRANSPOSED; zero where nothing is to be read."""
+    dim = tl.arange(0, PADDED_DIM)
+    if TRANSPOSED:
+        at = codes + rows[None, :] + dim[:, None]
         if MASKED:
-            block = tl.load(column, mask=read, other=0).to(tl.int64)
+            return tl.load(at, mask=read[None, :] & (dim < DIM)[:, None], other=0.0)
+        elif PADDED_DIM == DIM:
+            return tl.load(at)
         else:
-            block = tl.load(column).to(tl.int64)
-        inside = (position % BLOCK_SIZE) * HEAD_DIM
-    k_at = k_codes + (block * k_block_stride + inside)[None, :] + dim[:, None]
-    v_at = v_codes + (block * v_block_stride + inside)[:, None] + dim[None, :]
-    whole: tl.constexpr = PADDED_DIM == HEAD_DIM
-    # What lies outside was never stored or is out of date: any bytes, NaN among them.
-    if MASKED:
-        k = tl.load(k_at, mask=read[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=read[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    elif whole:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
+            return tl.load(at, mask=(dim < DIM)[:, None], other=0.0)
     else:
-        k = tl.load(k_at, mask=(dim < HEAD_DIM)[:, None], other=0.0)
-        v = tl.load(v_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    visible = read[None, :]
-    if CAUSAL and MASKED:
-        distance = row_position[:, None] - position[None, :]
-        visible = visible & (distance >= 0)
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
-    return attend_tile(
-        operand, k, v, visible, weighted, largest, total, factor, softcap,
-        FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, MASKED, CAUSAL and MASKED,
-        FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
-    )  # fmt: skip
+        at = codes + rows[:, None] + dim[None, :]
+        if MASKED:
+            return tl.load(at, mask=read[:, None] & (dim < DIM)[None, :], other=0.0)
+        elif PADDED_DIM == DIM:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
