@@ -1,7 +1,11 @@
 """Runs every test of a module once for each attention backend: import `each_backend` there."""
 
 import importlib.util
+import inspect
 from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests import attention_cases
@@ -18,7 +22,30 @@ def triton_backend() -> AttentionBackend:
         pytest.skip("Triton is not installed")
     from kv8.attention.triton import TritonBackend
 
+    _patch_language_once()
     return TritonBackend()
+
+
+@cache
+def _patch_language_once() -> None:
+    """Let Triton's interpreter replace its language's functions once, not at every call.
+
+    That took more than half of the tests' time.
+    """
+    from triton.runtime import interpreter
+
+    replace, done = interpreter._patch_lang, set()
+
+    def replace_once(function: Any) -> Any:
+        modules = {id(m) for m in vars(interpreter.tl).values() if inspect.ismodule(m)}
+        seen = frozenset(id(m) for m in function.__globals__.values() if id(m) in modules)
+        seen |= {id(interpreter.tl)} & {id(m) for m in function.__globals__.values()}
+        if seen not in done:
+            done.add(seen)
+            replace(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = replace_once
 
 
 FACTORIES = {"reference": ReferenceBackend, "cpu": CpuBackend, "triton": triton_backend}

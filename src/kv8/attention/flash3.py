@@ -36,6 +36,7 @@ class Flash3Backend:
     """
 
     name = "flash3"
+    capturable = False
 
     def __init__(self, attend: Callable[..., Any] | None = None) -> None:
         self._attend = _load() if attend is None else attend

@@ -41,6 +41,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    capturable = True
 
     def __init__(self) -> None:
         if not is_interpreted() and not torch.cuda.is_available():

@@ -112,18 +112,21 @@ def decode_config(
 ) -> DecodeConfig:
     """Return how to decode; nothing in it depends on the contexts' lengths, only on their bound."""
     rows = max(16, _power_of_two(shape.group))
-    stage = 32 * shape.padded_dim * shape.code_bytes * 2
-    stages = min(6, max(2, 48 * _KIB // stage))
     # A warp holds 16 x 128 sums in 64 registers a thread; wider heads and groups get more warps.
     warps = min(8, max(1, rows // 16 * shape.padded_dim // 128))
+    # Stages are shared between looking up blocks and fetching them: of 6, two tiles are on the way.
+    tile_bytes = 32 * shape.padded_dim * shape.code_bytes * 2
+    stages = 6 if tile_bytes <= 32 * _KIB else 4
     if shape.compute_bytes == 4:
-        warps, stages = max(4, warps), 2
-    # A multiprocessor holds four programs (48 KiB of stages each). Twice as many: contexts differ,
-    # and what ends early makes room. A part below 256 keys costs more than it saves.
-    programs = num_sequences * shape.num_kv_heads
-    wanted = 2 * 4 * device.num_multiprocessors // programs
+        warps, stages = max(4, warps), 4
+    # One program for each place on the device, so that all start at once. A part below 256 keys
+    # costs more than it saves.
+    places = min(8 // warps, device.shared_bytes // (2 * tile_bytes + 4 * _KIB))
+    wanted = max(1, places) * device.num_multiprocessors // (num_sequences * shape.num_kv_heads)
     splits = max(1, min(wanted, max_context // 256, 128))
-    return DecodeConfig(rows, 32, splits, warps, stages)
+    # The interpreter's time is a program's operations, whatever their size.
+    tile = 32 if device.casts != "interpreter" else 64
+    return DecodeConfig(rows, tile, splits, warps, stages)
 
 
 def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> PrefillConfig:
@@ -144,9 +147,10 @@ def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> Prefi
     return PrefillConfig(rows, rows // shape.group, tile, warps, stages)
 
 
-def store_rows(shape: Shape) -> int:
+def store_rows(device: Device, shape: Shape) -> int:
     """Return how many rows (token, head) a program stores: about 4,096 values."""
-    return max(1, 4096 // shape.padded_dim)
+    values = 4096 if device.casts != "interpreter" else 2**17
+    return max(1, values // shape.padded_dim)
 
 
 def _power_of_two(n: int) -> int:

@@ -129,7 +129,7 @@ def run_store(
     if num_tokens == 0:
         return
     shape, (k_codes, v_codes) = cache.shape(torch.float16), cache.codes()
-    rows = store_rows(shape)
+    rows = store_rows(cache.device, shape)
     num_rows = num_tokens * num_kv_heads
     store_kernel[(-(-num_rows // rows), 2)](
         key, value, k_codes, v_codes, cache.k_scale, cache.v_scale, slots,
@@ -205,6 +205,7 @@ def run_decode(
         WINDOW=settings.window,
         SOFTCAP=settings.softcap != 0.0,
         PAIRS=pairs is not None,
+        TAIL_STAGES=config.stages if settings.window else 1,
         **common,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -291,7 +292,6 @@ def _decode_arguments(
         "TILE": config.tile,
         "SPLITS": config.splits,
         "STAGES": config.stages,
-        "TAIL_STAGES": 1,
     }, config
 
 
