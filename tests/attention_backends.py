@@ -48,20 +48,45 @@ def _patch_language_once() -> None:
     interpreter._patch_lang = replace_once
 
 
+# Parts of names of tests that take Triton's interpreter too long: milliseconds go by there for what
+# takes a GPU microseconds. What they are about is tested with less, here or in test_triton.py.
+TOO_LONG_INTERPRETED = (
+    "test_memory.py",
+    "64k_keys",
+    "test_decoding_200_tokens",
+    "test_how_work_is_cut",
+    "test_prefix_hits_and_chunks",
+    "-naive-",
+    "-reference-prefill",
+    "-reference-chunk",
+    "test_no_step_at_block_or_window_edges[triton-None-1]",
+    "test_no_step_at_block_or_window_edges[triton-16-64]",
+    "test_chunks_and_company",
+    "test_block_size_changes_nothing",
+    "test_every_step_is_exact",
+)
+
+
+def deselect_too_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take tests out of ``items`` that are too long on the triton backend, interpreted."""
+    out = [
+        item
+        for item in items
+        if "[triton" in item.nodeid and any(part in item.nodeid for part in TOO_LONG_INTERPRETED)
+    ]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
 FACTORIES = {"reference": ReferenceBackend, "cpu": CpuBackend, "triton": triton_backend}
 
 
 @pytest.fixture(scope="module", autouse=True, params=FACTORIES)
 def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Make `run_step` and `new_backend` use one backend; gives its name.
-
-    A module may say ``TOO_LONG_INTERPRETED = True``: Triton's interpreter takes milliseconds for
-    what a GPU does in microseconds.
-    """
+    """Make `run_step` and `new_backend` use one backend; gives its name."""
     if request.param == "cpu":
         kernels_or_skip()
-    if request.param == "triton" and getattr(request.module, "TOO_LONG_INTERPRETED", False):
-        pytest.skip("too long for Triton's interpreter")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_cases, "backend_factory", FACTORIES[request.param])
         if request.param == "triton":

@@ -2,8 +2,8 @@
 
 A program of its own, since Triton is either an interpreter or a compiler in one process. The
 launches are the real ones of `kv8.kernels.triton_launch`, on tensors of the CPU; instead of being
-launched, a kernel is compiled for exactly these arguments. Prints JSON: for each build what the
-assembler says of registers and spills, and which instructions were found.
+launched, a kernel is compiled for exactly these arguments. Prints JSON: for each build what is
+known of registers and spills, and which instructions were found.
 """
 
 import json
@@ -180,31 +180,24 @@ def examine(compiled: Any, target: GPUTarget) -> dict[str, Any]:
         "wide_copies": r"cp\.async\.c[ga]\.shared\.global [^;]*, 0x10,|cp\.async\.c[ga][^;]*, 16",
         "pair_widenings": r"cvt\.rn\.f16x2\.e[45]m[32]x2",
         "wgmma": r"wgmma\.mma_async",
+        "fp8_products": r"(?:wgmma\.mma_async|mma\.sync)\S*\.e[45]m[32]\.e[45]m[32]",
         "mma": r"mma\.sync",
     }
     found |= {name: len(re.findall(pattern, ptx)) for name, pattern in counts.items()}
-    return found | assemble(ptx)
+    return found | resources(compiled.asm["cubin"])
 
 
-def assemble(ptx: str) -> dict[str, int]:
-    """Return registers and spilled bytes of a kernel, from the assembler that Triton brings."""
-    assembler = next(Path(triton.__file__).parent.rglob("ptxas"))
-    (architecture,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        result = subprocess.run(
-            [assembler, "-v", f"--gpu-name={architecture}", path, "-o", path.with_suffix(".cubin")],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    (registers,) = re.findall(r"Used (\d+) registers", result.stderr)
-    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
-    return {
-        "registers": int(registers),
-        "spilled_bytes": sum(int(a) + int(b) for a, b in spilled),
-    }
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers and spilled bytes of a kernel, by the tool that Triton brings."""
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (registers,) = re.findall(r"REG:(\d+)", text)
+    (stack,) = re.findall(r"STACK:(\d+)", text)
+    return {"registers": int(registers), "spilled_bytes": int(stack)}
 
 
 def narrow_strides(ttir: str) -> list[str]:

@@ -67,6 +67,15 @@ def test_every_step_is_exact(data):
         assert_exact_attention(case, steps, run_step(case, steps))
 
 
+@settings(max_examples=10)
+@given(st.data())
+def test_a_few_steps_are_exact(data):
+    """The same, for a backend on which a step takes long (`attention_backends`)."""
+    case = data.draw(cases(max_length=20))
+    for steps in data.draw(schedules(case))[:3]:
+        assert_exact_attention(case, steps, run_step(case, steps))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_chunks_and_company_change_nothing(data):

@@ -2,7 +2,7 @@
 
 FlashAttention 3 multiplies operands of one type. So it serves 16-bit caches of the model's type, and
 e4m3 caches with FP8 attention; scales go to it per KV head. The triton kernels store, and also
-attend where it cannot: with attention sinks.
+attend where it cannot: with attention sinks, and over a 16-bit cache of another type than the model's.
 """
 
 import importlib
@@ -73,14 +73,14 @@ class Flash3Backend:
         self, layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
     ) -> torch.Tensor:
         """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""
-        if call.sinks is not None:
+        mixed = layer.q_scale is None and query.dtype != layer.k_codes.dtype
+        if call.sinks is not None or mixed:
             return self._triton.attend(layer, query, batch, call)
         check_attend(layer, query, batch, call)
         operand, q_descale = query, None
         if layer.q_scale is not None:
             operand = encode(query, layer.q_scale.unsqueeze(1), FP8_E4M3)
             q_descale = layer.q_scale.view(layer.geometry.num_kv_heads, -1)[:, 0]
-        assert operand.dtype == layer.k_codes.dtype, f"{operand.dtype} over {layer.k_codes.dtype}"
         output = self._attend(
             q=operand,
             k_cache=layer.k_codes.transpose(1, 2),  # [N, B, K, D]

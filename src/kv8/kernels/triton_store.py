@@ -79,10 +79,14 @@ def _store_rows(
     mask = stored[:, None] & (dim < HEAD_DIM)[None, :]
     given = tl.load(values + source[:, None] + dim[None, :], mask=mask, other=0.0)
     target = codes + target[:, None] + dim[None, :]
-    same_type: tl.constexpr = given.dtype == codes.dtype.element_ty
-    if same_type:
-        tl.store(target, given, mask=mask)
+    # The model's own type, and float32, hold every value: nothing is lost, infinities included.
+    exact: tl.constexpr = given.dtype == codes.dtype.element_ty or FORMAT == "float32"
+    if exact:
         scaled = to_float32(given, CASTS)
+        if FORMAT == "float32":
+            tl.store(target, scaled, mask=mask)
+        else:
+            tl.store(target, given, mask=mask)
     else:
         scaled = to_float32(given, CASTS)
         if scale is not None:
@@ -96,7 +100,7 @@ def _store_rows(
     if counts is not None:
         # Atomic adds of integers: their order changes nothing. What did not happen is not added.
         tl.atomic_add(counts, tl.sum(stored.to(tl.int64), 0) * HEAD_DIM, sem="relaxed")
-        if not same_type:
+        if not exact:
             magnitude = tl.abs(scaled)
             # Half the smallest code lies between it and zero; the tie goes to the even one, zero.
             nonzero = to_float32(given, CASTS) != 0.0

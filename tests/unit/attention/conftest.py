@@ -1,5 +1,10 @@
 """Backend tests run on every backend."""
 
-from tests.attention_backends import each_backend
+import pytest
+from tests.attention_backends import deselect_too_long, each_backend
 
 __all__ = ["each_backend"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    deselect_too_long(config, items)

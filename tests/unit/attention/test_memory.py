@@ -5,7 +5,6 @@ import torch
 from tests.attention_cases import make_batch, make_case, new_backend
 from torch.profiler import profile
 
-TOO_LONG_INTERPRETED = True
 LENGTH = 8192
 MIB = 2**20
 
