@@ -131,18 +131,22 @@ def decode_config(
 
 def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> PrefillConfig:
     """Return how to compute prompts."""
-    wide = shape.padded_dim > 128
-    rows = max(64 if wide or shape.compute_bytes == 4 else 128, _power_of_two(shape.group))
-    tile = 32 if wide or shape.compute_bytes == 4 else 64
+    wide = shape.padded_dim > 128 or shape.compute_bytes == 4
+    # Hopper has the shared memory for tiles of 128 keys: the sums are then rescaled half as often,
+    # and what a tile costs beside its products counts less.
+    roomy = device.shared_bytes > 200 * _KIB
+    rows = max(64 if wide else 128, _power_of_two(shape.group))
+    tile = 32 if wide else 128 if roomy else 64
     if device.casts == "interpreter":
-        rows = max(32, _power_of_two(shape.group))
-    # The query stays in shared memory; a stage holds a tile of K and V, and widened codes lie there
-    # once more.
+        rows, tile = max(32, _power_of_two(shape.group)), 64
+    # Shared memory holds the query, the tiles on the way, and widened codes once more.
     query = rows * shape.padded_dim * (1 if fp8_products else shape.compute_bytes)
     values = 2 * tile * shape.padded_dim
     widened = values * shape.compute_bytes if shape.code_bytes != shape.compute_bytes else 0
     room = device.shared_bytes - query - widened - 8 * _KIB
-    stages = min(3, max(1, room // (values * shape.code_bytes)))
+    tiles = room // (values * shape.code_bytes)
+    # Stages are shared between looking up blocks and fetching them: 3 keep two tiles, 5 three.
+    stages = 5 if tiles >= 3 else 3 if tiles >= 2 else 1
     warps = 8 if rows >= 128 else 4
     return PrefillConfig(rows, rows // shape.group, tile, warps, stages)
 

@@ -10,6 +10,7 @@ from kv8.kernels.triton_tile import (
     load_tile,
     locate_tile,
     prepare_query,
+    tile_logits,
     weigh_tile,
     weights_operand,
 )
@@ -185,10 +186,12 @@ def _take_tile(
     v_rows = block * v_block_stride + inside * VALUE_DIM
     k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
     v = load_tile(v_codes, v_rows, read, VALUE_DIM, PADDED_VALUE_DIM, MASKED, False)
-    weights, kept, largest, total = weigh_tile(
-        operand, k, read[None, :], largest, total, factor, softcap,
-        FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, MASKED, False,
+    logits, factor = tile_logits(
+        operand, k, factor, softcap, FORMAT, COMPUTE, CASTS, SOFTCAP, False
     )  # fmt: skip
+    if MASKED:
+        logits = tl.where(read[None, :], logits, float("-inf"))
+    weights, kept, largest, total = weigh_tile(logits, factor, largest, total, SHIFT, MASKED)
     if PAIRS:
         weights = weights_operand(weights, FP8_WEIGHTS, COMPUTE, CASTS)
         even, odd = widen_pairs(v, FORMAT, COMPUTE, CASTS)

@@ -267,7 +267,6 @@ def run_prefill(
         FP8_VALUES=False,
         SKIP_SINGLE=skip_single,
         STAGES=config.stages,
-        EDGE_STAGES=1,
         **common,
         num_warps=config.warps,
         num_stages=config.stages,

@@ -10,6 +10,7 @@ from kv8.kernels.triton_tile import (
     load_tile,
     locate_tile,
     prepare_query,
+    tile_logits,
     weigh_tile,
 )
 
@@ -55,7 +56,6 @@ def prefill_kernel(
     FP8_VALUES: tl.constexpr,
     SKIP_SINGLE: tl.constexpr,  # sequences of one new token are the decode kernel's
     STAGES: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
 ):
     """Some tokens of one sequence, all query heads of one KV head; the grid is [K, programs].
 
@@ -93,14 +93,10 @@ def prefill_kernel(
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head)
 
-    weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     table = block_table + s.to(tl.int64) * table_stride
     k_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
     v_codes += kv_head * (BLOCK_SIZE * HEAD_DIM)
-
-    # Keys from low up to limit are seen by some row, those from all_from up to all_to by every one.
+    # Keys from low up to limit are seen by some row, tiles from all_from up to all_to by every one.
     position = context - num_new + new
     first_position = context - num_new + first_new
     last_position = context - num_new + tl.minimum(first_new + TOKENS, num_new) - 1
@@ -114,30 +110,32 @@ def prefill_kernel(
         all_from = low
     begin = low // TILE
     end = (limit + TILE - 1) // TILE
-    all_from = tl.minimum(all_from, end)
-    all_to = tl.maximum(all_to, all_from)
-    if WINDOW > 0:
-        for tile in tl.range(begin, all_from, num_stages=EDGE_STAGES):
-            weighted, largest, total = _take_tile(
-                weighted, largest, total, tile, operand, factor, position, low, limit,
-                k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
-                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
-                SOFTCAP, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
-            )  # fmt: skip
-    for tile in tl.range(all_from, all_to, num_stages=STAGES):
+
+    weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
         weighted, largest, total = _take_tile(
             weighted, largest, total, tile, operand, factor, position, low, limit,
+            (tile < all_from) | (tile >= all_to),
             k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
             HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
             SOFTCAP, False, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
         )  # fmt: skip
-    for tile in tl.range(all_to, end, num_stages=EDGE_STAGES):
-        weighted, largest, total = _take_tile(
-            weighted, largest, total, tile, operand, factor, position, low, limit,
-            k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
-            HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
-            SOFTCAP, True, FP8_WEIGHTS, FP8_PRODUCTS, FP8_VALUES,
-        )  # fmt: skip
+    # A value that is no number has reached every row of its tile, since zero times NaN is NaN. That
+    # is rare, so it costs: once more, and now it is kept from rows that do not see it.
+    finite = tl.abs(weighted) < float("inf")
+    if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+        weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for tile in tl.range(begin, end, num_stages=1):
+            weighted, largest, total = _take_tile(
+                weighted, largest, total, tile, operand, factor, position, low, limit, True,
+                k_codes, v_codes, table, k_block_stride, v_block_stride, softcap,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, FORMAT, COMPUTE, CASTS, SHIFT,
+                SOFTCAP, True, FP8_WEIGHTS, FP8_PRODUCTS, False,
+            )  # fmt: skip
 
     if sinks is not None:
         total = add_sinks(total, largest, tl.load(sinks + head), SHIFT)
@@ -159,6 +157,7 @@ def _take_tile(
     position,  # int32 [ROWS], of the rows
     low,
     limit,
+    at_edge,  # bool: whether there are keys that some row does not see
     k_codes,  # where the head's codes begin in block 0
     v_codes,
     table,
@@ -175,30 +174,30 @@ def _take_tile(
     CASTS: tl.constexpr,
     SHIFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    GUARDED: tl.constexpr,
     FP8_WEIGHTS: tl.constexpr,
     FP8_PRODUCTS: tl.constexpr,
     FP8_VALUES: tl.constexpr,
 ):
     """Return the sums and the maximum with one tile of keys taken in."""
-    block, inside, read = locate_tile(table, tile, low, limit, BLOCK_SIZE, TILE, MASKED)
+    block, inside, read = locate_tile(table, tile, low, limit, BLOCK_SIZE, TILE, True)
     k_rows = block * k_block_stride + inside * HEAD_DIM
     v_rows = block * v_block_stride + inside * HEAD_DIM
-    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
-    v = load_tile(v_codes, v_rows, read, HEAD_DIM, PADDED_DIM, MASKED, False)
-    visible = read[None, :]
-    if MASKED:
-        distance = position[:, None] - (tile * TILE + tl.arange(0, TILE))[None, :]
-        visible = visible & (distance >= 0)
-        if WINDOW > 0:
-            visible = visible & (distance < WINDOW)
-    weights, kept, largest, total = weigh_tile(
-        operand, k, visible, largest, total, factor, softcap,
-        FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, MASKED, FP8_PRODUCTS,
+    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, True, True)
+    v = load_tile(v_codes, v_rows, read, HEAD_DIM, PADDED_DIM, True, False)
+    logits, factor = tile_logits(
+        operand, k, factor, softcap, FORMAT, COMPUTE, CASTS, SOFTCAP, FP8_PRODUCTS
     )  # fmt: skip
+    distance = position[:, None] - (tile * TILE + tl.arange(0, TILE))[None, :]
+    visible = (distance >= 0) & read[None, :]
+    if WINDOW > 0:
+        visible = visible & (distance < WINDOW)
+    if at_edge:
+        logits = tl.where(visible, logits, float("-inf"))
+    weights, kept, largest, total = weigh_tile(logits, factor, largest, total, SHIFT, True)
     weighted = add_values(
         weighted * kept[:, None], weights, v, visible,
-        FORMAT, COMPUTE, CASTS, MASKED, FP8_WEIGHTS, FP8_VALUES,
+        FORMAT, COMPUTE, CASTS, GUARDED, FP8_WEIGHTS, FP8_VALUES,
     )  # fmt: skip
     return weighted, largest, total
 

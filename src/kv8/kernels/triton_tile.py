@@ -55,23 +55,18 @@ def prepare_query(
 
 
 @triton.jit
-def weigh_tile(
+def tile_logits(
     query,  # [R, D] of `prepare_query`
     k_codes,  # [D, n]
-    visible,  # bool [R, n] or [1, n]; read if MASKED
-    largest,  # float32 [R], the running maximum
-    total,  # float32 [R], the sum so far of weights
-    factor,  # float32 [R]: products times this are logits
+    factor,  # float32 [R], positive: products times this are logits
     softcap,  # float32, read if SOFTCAP
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     CASTS: tl.constexpr,
-    SHIFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
     FP8_PRODUCTS: tl.constexpr,
 ):
-    """Return float32 weights [R, n], by how much what was summed is to shrink, maximum and sum."""
+    """Return float32 [R, n], and [R] that it is to be times to be logits to base 2."""
     if FP8_PRODUCTS:
         products = tl.dot(query, k_codes, out_dtype=tl.float32)
     else:
@@ -79,19 +74,30 @@ def weigh_tile(
     if SOFTCAP:
         logits = products * factor[:, None] / softcap
         # tanh, exact at both ends, and in between as exact as float32 knows 1.
-        logits = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E)) + 1.0)
-        logits = logits * (softcap * LOG2_E)
+        capped = 1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2_E)) + 1.0)
+        return capped, factor * 0.0 + softcap * LOG2_E
     else:
-        logits = products * (factor * LOG2_E)[:, None]
-    if MASKED:
-        logits = tl.where(visible, logits, float("-inf"))
-    larger = tl.maximum(largest, tl.ceil(tl.max(logits, 1)))
+        # So far below any logit that matters that it only keeps -inf times zero from being NaN.
+        return products, tl.maximum(factor * LOG2_E, 1.1754943508222875e-38)
+
+
+@triton.jit
+def weigh_tile(
+    logits,  # float32 [R, n] and
+    factor,  # float32 [R], of `tile_logits`; -inf for a hidden key
+    largest,  # float32 [R], the running maximum
+    total,  # float32 [R], the sum so far of weights
+    SHIFT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return float32 weights [R, n], by how much what was summed is to shrink, maximum and sum."""
+    larger = tl.maximum(largest, tl.ceil(tl.max(logits, 1) * factor))
     base = larger - SHIFT
     kept = largest - larger
     if MASKED:  # a row may have seen nothing yet
         base = tl.where(larger == float("-inf"), 0.0, base)
         kept = tl.where(larger == float("-inf"), 0.0, kept)
-    weights = tl.exp2(logits - base[:, None])
+    weights = tl.exp2(logits * factor[:, None] - base[:, None])
     kept = tl.exp2(kept)
     return weights, kept, larger, total * kept + tl.sum(weights, 1)
 
