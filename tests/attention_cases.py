@@ -259,8 +259,8 @@ def rounding_bound(case: Case, steps: Sequence[tuple[int, int, int]]) -> torch.T
     Σ weight·|v|. With bfloat16 queries a weight may be rounded to bfloat16, 2^-8, after an
     exponential of 2^-13.7, which the row sum has too; with float16 ones it may be two bfloat16
     numbers: 2^-17 (backends differ: `Arithmetic`). In FP8 attention the weight's code may fall to
-    the other side of a boundary: that step, where it is possible, is added. A weight below 2^-14 is off by up to
-    2^-18, and with a running maximum by anything up to that, to either side.
+    the other side of a boundary: that step, where it is possible, is added. A weight below 2^-14
+    is off by up to 2^-18, and with a running maximum by anything up to that, to either side.
     """
     rows = []
     heads_per_kv = case.layer.geometry.num_heads // case.layer.geometry.num_kv_heads

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from kv8.formats.encode import torch_dtype
 from kv8.formats.lookup import get_format
 from kv8.kernels import triton_launch as launch
+from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
 from kv8.kernels.triton_config import Device
 
 _POINTERS = {
@@ -64,7 +65,7 @@ class _Recorder:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        assert all(0 < n for n in grid)
+        assert all(n > 0 for n in grid)
 
         def call(*arguments: Any, **options: Any) -> None:
             self._launches.append(Launch(self._kernel, arguments, options))
@@ -128,7 +129,7 @@ def make_launches(
     codes = torch.empty(4, num_kv_heads, block_size, head_dim, dtype=torch_dtype(kv_format))
     per_head = torch.ones(num_kv_heads) if kv_format.quantized else None
     counts = torch.zeros(4, dtype=torch.int64) if kv_format.quantized else None
-    cache = launch.TritonCache(
+    cache = TritonCache(
         device=device,
         format=kv_format.name,
         largest=kv_format.finite_max,
@@ -144,7 +145,7 @@ def make_launches(
     )
     rows = sequences if kind == "decode" else 4096
     query = torch.empty(rows, num_heads, head_dim, dtype=dtype)
-    batch = launch.Sequences(
+    batch = Sequences(
         query_starts=torch.zeros(sequences + 1, dtype=torch.int32),
         context_lens=torch.zeros(sequences, dtype=torch.int32),
         block_table=torch.zeros(sequences, 512, dtype=torch.int32),
@@ -152,16 +153,14 @@ def make_launches(
         num_tokens=rows,
         max_context=32768,
     )
-    settings = launch.Settings(0.1, softcap, torch.ones(num_heads) if sinks else None, window)
+    settings = Settings(0.1, softcap, torch.ones(num_heads) if sinks else None, window)
     if kind == "store":
         new = query[:, :num_kv_heads]
         slots = torch.zeros(rows, dtype=torch.int64)
         return record(lambda: launch.run_store(cache, new, new, slots))
     if kind == "decode":
         workspace = torch.empty(launch.workspace_values(cache, dtype, sequences, 32768))
-        return record(
-            lambda: launch.run_decode(cache, query, query, batch, settings, workspace)
-        )
+        return record(lambda: launch.run_decode(cache, query, query, batch, settings, workspace))
     return record(
         lambda: launch.run_prefill(cache, query, query, batch, settings, skip_single=True)
     )
@@ -215,7 +214,9 @@ def main() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what was found of each build that standard input asks for."""
     for job in json.loads(sys.stdin.read()):
         target, device = TARGETS[job["target"]]
-        options = job["options"] | {"dtype": getattr(torch, job["options"].get("dtype", "bfloat16"))}
+        options = job["options"] | {
+            "dtype": getattr(torch, job["options"].get("dtype", "bfloat16"))
+        }
         for recorded in make_launches(device, job["kind"], job["stored_as"], **options):
             compiled = compile_launch(recorded, target)
             yield f"{job['name']}: {recorded.kernel.__name__}", examine(compiled, target)

@@ -1,8 +1,8 @@
 """FlashAttention 3 over kv8's cache, where `flash_attn_interface` is installed. Taken by name only.
 
-FlashAttention 3 multiplies operands of one type. So it serves 16-bit caches of the model's type, and
-e4m3 caches with FP8 attention; scales go to it per KV head. The triton kernels store, and also
-attend where it cannot: with attention sinks, and over a 16-bit cache of another type than the model's.
+FlashAttention 3 multiplies operands of one type. So it serves 16-bit caches of the model's type,
+and e4m3 caches with FP8 attention; scales go to it per KV head. The triton kernels store, and
+also attend where it cannot: with attention sinks, and over 16-bit caches of another type.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The triton backend: checks, then GPU kernels written in Triton. `auto` takes it for GPU caches."""
+"""The triton backend: checks, then GPU kernels in Triton. `auto` takes it for caches on a GPU."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.checks import check_batch, check_layer, check_new_tensors, check_query
 from kv8.attention.layer import LayerAttention
+from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
 from kv8.kernels.triton_config import (
     INTERPRETER,
     MAX_GROUP,
@@ -28,8 +29,8 @@ except ModuleNotFoundError as error:
 class TritonBackend:
     """Attention by Triton kernels; see `kv8.kernels.triton_launch` for what they do.
 
-    One backend serves one engine on one stream: it keeps a workspace between calls, and the kernels'
-    view of each layer and of the current batch.
+    One backend serves one engine on one stream: it keeps a workspace between calls, and the
+    kernels' view of each layer and of the current batch.
 
     A step can be captured in a CUDA graph. Kernels read lengths, tables, slots, scales and counters
     on the device. Of the host's numbers they depend on S, T, a table's width, and on whether all,
@@ -46,8 +47,8 @@ class TritonBackend:
     def __init__(self) -> None:
         if not is_interpreted() and not torch.cuda.is_available():
             raise ImportError("PyTorch finds no GPU here")
-        self._layers: dict[int, tuple[LayerAttention, launch.TritonCache]] = {}
-        self._step: tuple[AttentionBatch, dict[int, launch.Sequences]] | None = None
+        self._layers: dict[int, tuple[LayerAttention, TritonCache]] = {}
+        self._step: tuple[AttentionBatch, dict[int, Sequences]] | None = None
         self._workspace: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []  # captured graphs may still write there
 
@@ -77,11 +78,9 @@ class TritonBackend:
             max_context: the most tokens that a block table has room for.
         """
         needed = max(
-            launch.workspace_values(
-                self._cache(layer), torch.bfloat16, num_sequences, max_context
-            )  # fmt: skip
+            launch.workspace_values(self._cache(layer), torch.bfloat16, count, max_context)
             for layer in layers
-            for num_sequences in range(1, max_sequences + 1)
+            for count in range(1, max_sequences + 1)
         )
         return self._workspace_of(needed, layers[0].k_codes.device).nbytes
 
@@ -100,10 +99,11 @@ class TritonBackend:
         """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""
         sequences = self._sequences(batch, layer)
         check_query(layer, query, batch, call)
+        assert call.softmax_scale > 0, f"softmax scale {call.softmax_scale}"
         query = _with_whole_rows(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         cache = self._cache(layer)
-        settings = launch.Settings(
+        settings = Settings(
             softmax_scale=call.softmax_scale,
             softcap=call.softcap or 0.0,
             sinks=None if call.sinks is None else call.sinks.contiguous(),
@@ -122,11 +122,11 @@ class TritonBackend:
             )  # fmt: skip
         return output
 
-    def _cache(self, layer: LayerAttention) -> launch.TritonCache:
+    def _cache(self, layer: LayerAttention) -> TritonCache:
         known = self._layers.get(id(layer))
         if known is None or known[0] is not layer:
             counters = layer.counters
-            cache = launch.TritonCache(
+            cache = TritonCache(
                 device=_device_of(layer.k_codes),
                 format=layer.format.name,
                 largest=layer.format.finite_max,
@@ -144,7 +144,7 @@ class TritonBackend:
             known = self._layers[id(layer)] = (layer, cache)
         return known[1]
 
-    def _sequences(self, batch: AttentionBatch, layer: LayerAttention) -> launch.Sequences:
+    def _sequences(self, batch: AttentionBatch, layer: LayerAttention) -> Sequences:
         """Return the batch as a layer's group sees it; checked against the group's first layer."""
         if self._step is None or self._step[0] is not batch:
             self._step = (batch, {})
@@ -153,7 +153,7 @@ class TritonBackend:
             check_batch(layer, batch)
             table = batch.block_tables[layer.group]
             assert table.stride(1) == 1, f"block table has strides {table.stride()}"
-            groups[layer.group] = launch.Sequences(
+            groups[layer.group] = Sequences(
                 query_starts=batch.query_starts,
                 context_lens=batch.context_lens,
                 block_table=table,

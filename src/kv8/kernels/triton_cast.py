@@ -81,7 +81,7 @@ def widen_codes(codes, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.co
         return shifted.to(tl.float16, bitcast=True).to(COMPUTE)
     elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
         return codes.to(tl.float16).to(COMPUTE)
-    elif COMPUTE == tl.float32:
+    elif tl.float32 == COMPUTE:
         return to_float32(codes, CASTS)
     else:
         return codes.to(COMPUTE)
@@ -139,7 +139,7 @@ def to_float32(values, CASTS: tl.constexpr):
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr, CASTS: tl.constexpr):
     """Return float32 ``values`` rounded to float32, bfloat16 or float16, to nearest even."""
-    if DTYPE == tl.bfloat16 and CASTS == "interpreter":
+    if tl.bfloat16 == DTYPE and CASTS == "interpreter":
         pattern = values.to(tl.uint32, bitcast=True)
         rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
         rounded = tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)

@@ -98,13 +98,19 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Rows and new tokens a program takes, keys a tile, warps, stages of its loop."""
+    """Rows and new tokens a program takes, keys a tile, warps, stages of its loop.
+
+    ``fp8_values`` says whether FP8 weights meet the values as FP8 too. That has twice the rate, but
+    the matrix unit wants values along the keys, so each byte of a tile has to be turned around: 32
+    more stores a thread and tile of 64 keys. To be measured; widened values compute the same.
+    """
 
     rows: int
     tokens: int
     tile: int
     warps: int
     stages: int
+    fp8_values: bool = False
 
 
 def decode_config(
@@ -136,18 +142,20 @@ def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> Prefi
     # and what a tile costs beside its products counts less.
     roomy = device.shared_bytes > 200 * _KIB
     rows = max(64 if wide else 128, _power_of_two(shape.group))
-    tile = 32 if wide else 128 if roomy else 64
+    # Elsewhere widened codes go through registers, of which there are too few for more.
+    widens = shape.code_bytes != shape.compute_bytes
+    tile = 32 if wide else 128 if roomy else 32 if widens else 64
     if device.casts == "interpreter":
         rows, tile = max(32, _power_of_two(shape.group)), 64
     # Shared memory holds the query, the tiles on the way, and widened codes once more.
     query = rows * shape.padded_dim * (1 if fp8_products else shape.compute_bytes)
     values = 2 * tile * shape.padded_dim
-    widened = values * shape.compute_bytes if shape.code_bytes != shape.compute_bytes else 0
+    widened = values * shape.compute_bytes if widens else 0
     room = device.shared_bytes - query - widened - 8 * _KIB
     tiles = room // (values * shape.code_bytes)
     # Stages are shared between looking up blocks and fetching them: 3 keep two tiles, 5 three.
     stages = 5 if tiles >= 3 else 3 if tiles >= 2 else 1
-    warps = 8 if rows >= 128 else 4
+    warps = 8 if rows >= 128 or shape.padded_dim > 128 else 4
     return PrefillConfig(rows, rows // shape.group, tile, warps, stages)
 
 

@@ -1,9 +1,9 @@
 """Device functions: attention of a few query rows over one tile of keys, met step by step.
 
 All attention kernels are made of these. Letters: R query rows, n keys of a tile, D head size. The
-mathematics is docs/numerics.md's: exponents to base 2, and a running maximum that is a whole number,
-so that rescaling by a change of it is exact. Weights are held times 2^SHIFT, which cancels in the
-end: float16 and e4m3 weights then keep their precision further down.
+mathematics is that of docs/numerics.md: exponents to base 2, and a running maximum that is a whole
+number, so that rescaling by a change of it is exact. Weights are held times 2^SHIFT, which cancels
+in the end: float16 and e4m3 weights then keep their precision further down.
 """
 
 import triton
@@ -44,7 +44,7 @@ def prepare_query(
             return codes, q_scale
         else:
             return widen_codes(codes, "fp8_e4m3", COMPUTE, CASTS), q_scale
-    elif COMPUTE == tl.float16 and query.dtype != tl.float16:
+    elif tl.float16 == COMPUTE and query.dtype != tl.float16:
         exponent = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True) >> 23
         up = tl.minimum(127 + 127 + 14 - exponent, 253)
         factor = (up << 23).to(tl.float32, bitcast=True)
@@ -103,9 +103,7 @@ def weigh_tile(
 
 
 @triton.jit
-def weights_operand(
-    weights, FP8_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.constexpr
-):
+def weights_operand(weights, FP8_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, CASTS: tl.constexpr):
     """Return float32 ``weights`` as they meet the values; in FP8 attention rounded to e4m3."""
     if FP8_WEIGHTS:
         codes = encode_fp8(weights, "fp8_e4m3", CASTS)

@@ -1,5 +1,7 @@
 """FlashAttention 3 as a backend: what it is given, checked by a stand-in that computes from it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from tests.attention_backends import triton_backend
@@ -21,7 +23,7 @@ def stand_in(
     q_descale, k_descale, v_descale, softmax_scale, causal, window_size, softcap,
 ):  # fmt: skip
     """What `flash_attn_with_kvcache` documents, in float64: it is given nothing but these."""
-    num_sequences, (_, block_size, num_kv_heads, head_dim) = len(cache_seqlens), k_cache.shape
+    num_sequences, (_, block_size, num_kv_heads, _) = len(cache_seqlens), k_cache.shape
     assert causal
     assert q.dtype == k_cache.dtype == v_cache.dtype
     assert cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
@@ -32,7 +34,7 @@ def stand_in(
             assert descale.dtype == torch.float32
     output = torch.empty(q.shape, dtype=torch.float64)
     starts = cu_seqlens_q.tolist()
-    assert max_seqlen_q == max(b - a for a, b in zip(starts[:-1], starts[1:], strict=True))
+    assert max_seqlen_q == max(b - a for a, b in pairwise(starts))
     for s in range(num_sequences):
         context, new = int(cache_seqlens[s]), starts[s + 1] - starts[s]
         first = 0 if window_size == (-1, -1) else max(0, context - new - window_size[0])

@@ -4,6 +4,7 @@ Exactness is test_reference.py's subject, which runs on these kernels too. Here:
 graph needs, tiles and splits of more than one, casts, and queries outside float16's range.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -115,7 +116,11 @@ def test_rows_of_padding_store_nothing_and_give_zeros(backend, features):
         batch,
         query_starts=torch.arange(6, dtype=torch.int32),
         context_lens=torch.cat([batch.context_lens, torch.zeros(2, dtype=torch.int32)]),
-        block_tables=(torch.cat([batch.block_tables[0], torch.full((2, batch.block_tables[0].shape[1]), -7).int()]),),
+        block_tables=(
+            torch.cat(
+                [batch.block_tables[0], torch.full((2, batch.block_tables[0].shape[1]), -7).int()]
+            ),
+        ),
         slots=(torch.cat([batch.slots[0], torch.full((2,), -1)]),),
         query_lens_host=(1,) * 5,
         context_lens_host=(140,) * 5,
@@ -198,6 +203,37 @@ def test_queries_outside_float16_are_brought_into_it(backend, factor):
     far = replace(case, layer=layer, queries=[q * factor for q in case.queries])
     assert same_bits(attend(backend, far, steps), known)
     assert known.isfinite().all()
+
+
+def test_fp8_products_are_those_of_the_codes(backend, monkeypatch):
+    """As on a GPU with FP8 matrix units, as far as the interpreter goes: it casts to FP8 wrongly
+    where it has to round, so that here nothing has to: logits are whole powers of two.
+    """
+    from kv8.kernels import triton_launch
+    from kv8.kernels.triton_config import Device
+
+    monkeypatch.setattr("kv8.attention.triton.INTERPRETER", Device("hardware", True, 4, 2**16))
+    case = make_case([100], heads=(3, 1), head_dim=32, fp8_queries=True)
+    random = torch.Generator().manual_seed(1)
+    for tensor, limit in ((case.keys[0], 3), (case.queries[0], 1), (case.values[0], 7)):
+        tensor.copy_(torch.randint(-limit, limit + 1, tensor.shape, generator=random))
+    case.queries[0][:, :, 2:] = 0  # logits up to 6
+    for scale in (case.layer.k_scale, case.layer.v_scale, case.layer.q_scale):
+        scale.fill_(0.5)
+    case = replace(case, call=replace(case.call, softmax_scale=math.log(2)))
+    steps = [(0, 0, 100)]
+    expected = run_step(case, steps, ReferenceBackend())
+    choose = triton_launch.prefill_config
+    for fp8_values in (False, True):
+        monkeypatch.setattr(
+            triton_launch,
+            "prefill_config",
+            lambda *a, fp8_products, values=fp8_values: replace(
+                choose(*a, fp8_products=fp8_products), fp8_values=values and fp8_products
+            ),
+        )
+        found = run_step(fresh_pool(case), steps, backend)
+        assert ((found - expected).abs() <= 100 * 2.0**-24 * 7).all()
 
 
 def test_codes_at_odd_addresses_are_read_one_by_one(backend):
