@@ -90,8 +90,7 @@ def _store_rows(
     else:
         scaled = to_float32(given, CASTS)
         if scale is not None:
-            divisor = tl.load(scale + head, mask=stored, other=1.0)
-            scaled = tl.div_rn(scaled, tl.broadcast_to(divisor[:, None], scaled.shape))
+            scaled = _divide(scaled, tl.load(scale + head, mask=stored, other=1.0), CASTS)
         inside = clamp(scaled, LARGEST)
         if FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
             tl.store(target, encode_fp8(inside, FORMAT, CASTS), mask=mask)
@@ -107,6 +106,37 @@ def _store_rows(
             _count(counts + 1, magnitude > LARGEST)
             _count(counts + 2, (magnitude <= SMALLEST / 2) & nonzero)
         _count(counts + 3, scaled != scaled)
+
+
+@triton.jit
+def _divide(
+    values,  # float32 [ROWS, D]
+    divisor,  # float32 [ROWS], positive
+    CASTS: tl.constexpr,
+):
+    """Return the quotients, rounded to nearest even.
+
+    A division is an estimate, its correction and a check of special cases, for each value anew. Here
+    the divisor is a row's, and so is its inverse. By that a value's estimate is off by a step at
+    most; the remainder is exact in a fused multiply-add, and adding it back gives the true quotient
+    (Markstein, IBM Journal of Research and Development 34, 1990), unless something underflows.
+    """
+    smallest = tl.min(divisor, 0)
+    largest = tl.max(divisor, 0)
+    quotient = values
+    if CASTS != "interpreter":  # which fuses nothing
+        if (smallest > 8.67361737988403547e-19) & (largest < 1152921504606846976.0):  # 2^±60
+            inverse = tl.div_rn(divisor * 0.0 + 1.0, divisor)
+            inverse = tl.broadcast_to(inverse[:, None], values.shape)
+            divisors = tl.broadcast_to(divisor[:, None], values.shape)
+            estimate = values * inverse
+            corrected = tl.fma(tl.fma(-estimate, divisors, values), inverse, estimate)
+            quotient = tl.where(tl.abs(estimate) < float("inf"), corrected, estimate)
+        else:
+            quotient = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
+    else:
+        quotient = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
+    return quotient
 
 
 @triton.jit
