@@ -116,10 +116,11 @@ def _divide(
 ):
     """Return the quotients, rounded to nearest even.
 
-    A division is an estimate, its correction and a check of special cases, for each value anew. Here
-    the divisor is a row's, and so is its inverse. By that a value's estimate is off by a step at
-    most; the remainder is exact in a fused multiply-add, and adding it back gives the true quotient
-    (Markstein, IBM Journal of Research and Development 34, 1990), unless something underflows.
+    A division is an estimate, its correction and a check of special cases, for each value anew.
+    Here the divisor is a row's, and so is its inverse. By that a value's estimate is off by a step
+    at most; the remainder is exact in a fused multiply-add, and adding it back gives the true
+    quotient (Markstein, IBM Journal of Research and Development 34, 1990), unless something
+    underflows.
     """
     smallest = tl.min(divisor, 0)
     largest = tl.max(divisor, 0)

@@ -2,7 +2,7 @@
 
 What is asked of the result are the habits of fast kernels that a compiler can silently drop: FP8
 codes widened two at a time, copies of 16 bytes that go on while products are made, matrix units,
-no registers spilled, offsets of 64 bits. docs/gpu.md has the figures.
+no registers spilled, offsets of 64 bits. docs/gpu_kernels.md has the figures.
 """
 
 import importlib.util
