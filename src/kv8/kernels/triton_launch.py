@@ -156,7 +156,7 @@ def run_prefill(
     config = prefill_config(cache.device, shape, fp8_products=products)
     k_codes, v_codes = cache.codes()
     programs = sequences.num_tokens // config.tokens + sequences.num_sequences
-    prefill_kernel[(k_codes.shape[1], programs)](
+    prefill_kernel[(programs, k_codes.shape[1])](
         query, output, k_codes, v_codes, cache.k_scale, cache.v_scale, cache.q_scale,
         settings.sinks, sequences.query_starts, sequences.context_lens, sequences.block_table,
         settings.softmax_scale, settings.softcap, sequences.num_sequences,

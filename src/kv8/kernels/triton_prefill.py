@@ -57,13 +57,13 @@ def prefill_kernel(
     SKIP_SINGLE: tl.constexpr,  # sequences of one new token are the decode kernel's
     STAGES: tl.constexpr,
 ):
-    """Some tokens of one sequence, all query heads of one KV head; the grid is [K, programs].
+    """Some tokens of one sequence, all query heads of one KV head; the grid is [programs, K].
 
     Sequence s has the programs from query_starts[s] // TOKENS + s on: enough whatever its length,
     and found without the host. Those with the most keys to see start first.
     """
-    kv_head = tl.program_id(0)
-    program = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head = tl.program_id(1)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     s = _find_sequence(query_starts, program, num_sequences, TOKENS)
     start = tl.load(query_starts + s)
     num_new = tl.load(query_starts + s + 1) - start
@@ -125,7 +125,7 @@ def prefill_kernel(
     # A value that is no number has reached every row of its tile, since zero times NaN is NaN. That
     # is rare, so it costs: once more, and now it is kept from rows that do not see it.
     finite = tl.abs(weighted) < float("inf")
-    if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+    if tl.min(finite.to(tl.int32)) == 0:
         weighted = tl.zeros([ROWS, PADDED_DIM], tl.float32)
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)

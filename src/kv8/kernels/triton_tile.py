@@ -148,7 +148,7 @@ def _keep_apart(values, visible, weighted, CASTS: tl.constexpr):
     plain = to_float32(values, CASTS)
     broken = tl.abs(plain) == float("inf")
     broken = broken | (plain != plain)
-    if tl.max(tl.max(broken.to(tl.int32), 1), 0) > 0:
+    if tl.max(broken.to(tl.int32)) > 0:
         reached = tl.dot(visible.to(tl.float16), broken.to(tl.float16), out_dtype=tl.float32)
         weighted = tl.where(reached > 0, float("nan"), weighted)
         values = tl.where(broken, 0.0, values)

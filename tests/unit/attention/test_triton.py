@@ -1,4 +1,4 @@
-"""What only the GPU kernels promise, in Triton's interpreter: see docs/gpu_kernels.md for what that proves.
+"""What only the GPU kernels promise, in Triton's interpreter (what that proves: docs/gpu_kernels.md)
 
 Exactness is test_reference.py's subject, which runs on these kernels too. Here: what a captured
 graph needs, tiles and splits of more than one, casts, and queries outside float16's range.

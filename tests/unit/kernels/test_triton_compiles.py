@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-FP8, BF16 = "fp8_e4m3", "bfloat16"
+FP8 = "fp8_e4m3"
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # the most of a program
 
 
 def job(target, kind, stored_as, **options):
@@ -32,13 +33,10 @@ def job(target, kind, stored_as, **options):
 JOBS = [
     job("sm_90", "store", FP8),
     job("sm_90", "decode", FP8),
-    job("sm_90", "decode", BF16),
-    job("sm_90", "prefill", BF16),
     job("sm_90", "prefill", FP8, fp8_queries=True, sinks=True, window=1000, softcap=30.0),
-    job("sm_80", "store", FP8),
     job("sm_80", "decode", FP8, block_size=16, window=1000),
-    job("sm_80", "prefill", FP8, head_dim=80),
     job("sm_100", "decode", "fp8_e5m2", fp8_queries=True),
+    job("sm_100", "prefill", "bfloat16"),
     job("gfx942", "store", FP8),
     job("gfx942", "decode", FP8),
 ]
@@ -77,10 +75,10 @@ def test_no_stride_of_blocks_or_tokens_is_multiplied_in_32_bits(builds):
 
 def test_programs_fit_and_spill_nothing_in_decode(builds):
     for name, build in builds.items():
-        assert build["shared"] <= (64 if "gfx942" in name else 160) * 1024, name
+        assert build["shared"] <= SHARED_KIB[name.partition(" ")[0]] * 1024, name
         if "decode" in name and "spilled_bytes" in build:
             assert build["spilled_bytes"] == 0, name
-        # In prefill the masked edge of the context spills some; the loop over whole tiles does not.
+        # In prefill, what is done for values that are no numbers spills some.
         assert build.get("spilled_bytes", 0) <= 1024, name
 
 
@@ -91,16 +89,11 @@ def test_decode_streams_codes_and_widens_them_in_pairs(builds):
     # Of both loops, 64 instructions for a tile of K and 64 for one of V, each two codes a thread.
     assert 2 * 128 <= fp8["pair_widenings"] <= 3 * 128
     assert 2 * 64 <= fp8["mma"] <= 3 * 64
-    assert builds[f"sm_90 decode {BF16}: decode_kernel"]["wide_copies"] == 3 * 32
 
 
 def test_prefill_uses_the_matrix_units(builds):
-    for name, build in builds.items():
-        if name.startswith("sm_90 prefill"):
-            assert build["wgmma"] > 0, name
-    fp8 = builds[f"sm_90 prefill {FP8} fp8_queries sinks window softcap: prefill_kernel"]
-    assert fp8["fp8_products"] > 0
-    assert builds[f"sm_80 prefill {FP8} head_dim: prefill_kernel"]["mma"] > 0
+    build = builds[f"sm_90 prefill {FP8} fp8_queries sinks window softcap: prefill_kernel"]
+    assert build["wgmma"] > build["fp8_products"] > 0
 
 
 def test_only_gpus_that_have_them_are_given_fp8_instructions(builds):
