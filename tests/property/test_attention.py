@@ -67,7 +67,7 @@ def test_every_step_is_exact(data):
         assert_exact_attention(case, steps, run_step(case, steps))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_a_few_steps_are_exact(data):
     """The same, for a backend on which a step takes long (`attention_backends`)."""

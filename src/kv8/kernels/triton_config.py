@@ -19,6 +19,8 @@ Casts = Literal["hardware", "bits", "interpreter"]
 MAX_HEAD_DIM: Final = 512
 MAX_GROUP: Final = 128  # query heads of one KV head
 _KIB: Final = 1024
+# Shared memory one program may have, by compute capability; 99 KiB elsewhere.
+_SHARED_KIB: Final = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,15 @@ def describe_device(index: int) -> Device:
     """Return the description of a CUDA (or ROCm) device."""
     properties = torch.cuda.get_device_properties(index)
     nvidia = torch.version.hip is None
-    casts = nvidia and (properties.major, properties.minor) >= (8, 9)
-    shared = getattr(properties, "shared_memory_per_block_optin", 64 * _KIB)
+    capability = (properties.major, properties.minor)
+    casts = nvidia and capability >= (8, 9)
+    known = _SHARED_KIB.get(capability, 99) if nvidia else 64
     return Device(
         casts="hardware" if casts else "bits",
         fp8_products=casts,
         num_multiprocessors=properties.multi_processor_count,
-        shared_bytes=shared,
+        # PyTorch before 2.6 does not say.
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", known * _KIB),
     )
 
 

@@ -72,6 +72,13 @@ def test_only_what_is_asked_for_is_loaded(layers):
     check_backend_name("untouched", [UNTOUCHED])
 
 
+def test_auto_loads_nothing_for_caches_of_another_device(layers):
+    elsewhere = BackendEntry("untouched", never, "fast", devices=("cuda",))
+    assert select_backend("auto", layers, [elsewhere, REFERENCE]).name == "reference"
+    with pytest.raises(AssertionError, match="not asked for"):
+        select_backend("untouched", layers, [elsewhere])
+
+
 def test_no_backend_at_all(layers):
     with pytest.raises(RequestError, match="Backends that can: none"):
         select_backend("auto", layers, [PICKY, MISSING])
