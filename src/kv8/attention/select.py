@@ -33,8 +33,12 @@ class BackendEntry:
 
 
 def _load_triton() -> AttentionBackend:
-    from kv8.attention.triton import TritonBackend
-
+    try:
+        from kv8.attention.triton import TritonBackend
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Triton is not installed ({error}); `pip install 'kv8[cuda]'` brings it"
+        ) from error
     return TritonBackend()
 
 

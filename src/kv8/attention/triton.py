@@ -8,6 +8,7 @@ from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.checks import check_batch, check_layer, check_new_tensors, check_query
 from kv8.attention.layer import LayerAttention
+from kv8.kernels import triton_launch as launch
 from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
 from kv8.kernels.triton_config import (
     INTERPRETER,
@@ -17,13 +18,6 @@ from kv8.kernels.triton_config import (
     describe_device,
     is_interpreted,
 )
-
-try:
-    from kv8.kernels import triton_launch as launch
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"{error.name} is not installed; `pip install 'kv8[cuda]'` brings it"
-    ) from error
 
 
 class TritonBackend:

@@ -1,4 +1,5 @@
 import logging
+import sys
 
 import pytest
 from tests.attention_cases import make_case
@@ -77,6 +78,12 @@ def test_auto_loads_nothing_for_caches_of_another_device(layers):
     assert select_backend("auto", layers, [elsewhere, REFERENCE]).name == "reference"
     with pytest.raises(AssertionError, match="not asked for"):
         select_backend("untouched", layers, [elsewhere])
+
+
+def test_a_missing_triton_is_a_reason_with_a_remedy(layers, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kv8.attention.triton", None)
+    with pytest.raises(RequestError, match=r"Triton is not installed.*kv8\[cuda\]"):
+        select_backend("triton", layers)
 
 
 def test_no_backend_at_all(layers):
