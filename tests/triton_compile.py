@@ -202,6 +202,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 def narrow_strides(ttir: str) -> list[str]:
     """Return the strides of blocks and tokens that are multiplied in fewer than 64 bits."""
     names = set(re.findall(r"%(\w*(?:block|token|table)_stride): i32", ttir))
+    assert names, "Triton no longer prints the arguments' names"
     return sorted(
         name
         for name in names
