@@ -3,6 +3,7 @@
 Every option's help text stands here once; the command line is a view of these fields.
 """
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,8 +36,12 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("calculate_kv_scales", bool, "True or False"),
     ("calibrate_on", str | Path | None, "the name of a text, a .jsonl file or a data set"),
     ("enable_prefix_caching", bool, "True or False"),
+    ("device", str, "text"),
+    ("gpu_memory_utilization", int | float | None, "a share between 0 and 1"),
+    ("enforce_eager", bool, "True or False"),
     ("seed", int, "a whole number"),
 )
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def _option(default: Any, text: str, **more: Any) -> Any:
@@ -93,9 +98,22 @@ class EngineOptions:
         "fp8 also quantizes queries and softmax weights (FP8 attention), native never does; auto "
         "does when the checkpoint brings calibrated q scales.",
     )
+    device: str = _option(
+        "auto", "Where to run: cpu, cuda, cuda:N, or auto: a GPU if torch sees one, else the CPU."
+    )
     kv_cache_memory: int | str | None = _option(
         None,
-        "Memory for the KV cache, like 2GiB. Default: a quarter of what is free, 4GiB at most.",
+        "Memory for the KV cache, like 2GiB. Default: on a CPU a quarter of what is free, 4GiB at "
+        "most; on a GPU what --gpu-memory-utilization leaves.",
+    )
+    gpu_memory_utilization: float | None = _option(
+        None,
+        "On a GPU, the share of its memory that is free at the start which the engine takes in "
+        "all: weights, working memory of the largest step, and the KV cache, which gets the rest. "
+        "Default: 0.9.",
+    )
+    enforce_eager: bool = _option(
+        False, "On a GPU, run every decode step op by op instead of from a captured CUDA graph."
     )
     block_size: int = _option(16, "Tokens a cache block holds.")
     max_model_len: int | None = _option(
@@ -137,6 +155,7 @@ class EngineOptions:
                 parse_bytes(self.kv_cache_memory, option="kv_cache_memory"),
             )
         self._check_one_source_of_scales()
+        self._check_device()
         object.__setattr__(self, "kv_cache_dtype_skip_layers", self.skip_layers)
         for name in ("tokenizer", "kv_scales", "calibrate_on"):
             value = getattr(self, name)
@@ -159,6 +178,25 @@ class EngineOptions:
             raise RequestError(
                 f"{' and '.join(given)} were given, and each says where the scales come from. "
                 f"Give one of them."
+            )
+
+    def _check_device(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise RequestError(
+                f"device={self.device!r} is not known. Allowed: auto, cpu, cuda, cuda:N."
+            )
+        share = self.gpu_memory_utilization
+        if share is None:
+            return
+        if not 0 < share <= 1:
+            raise RequestError(
+                f"gpu_memory_utilization={share!r} is no share of a GPU's memory: give more than "
+                f"0 and at most 1, like 0.9."
+            )
+        if self.kv_cache_memory is not None:
+            raise RequestError(
+                f"gpu_memory_utilization={share!r} and kv_cache_memory={self.kv_cache_memory} both "
+                f"say how much memory the KV cache takes. Give one of them."
             )
 
     @property

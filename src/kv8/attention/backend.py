@@ -27,9 +27,16 @@ class AttentionCall:
 
 
 class AttentionBackend(Protocol):
-    """Stores new keys and values, and attends over stored codes only (never over fresh K/V)."""
+    """Stores new keys and values, and attends over stored codes only (never over fresh K/V).
+
+    Attributes:
+        name: as the user writes it.
+        capturable: whether it serves a batch with ``lengths_on_device``, and does nothing that a
+            CUDA graph cannot hold.
+    """
 
     name: str
+    capturable: bool
 
     def refuses(self, layer: LayerAttention) -> str | None:
         """Return why this backend cannot serve ``layer``, or `None` if it can."""

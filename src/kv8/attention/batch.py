@@ -26,6 +26,10 @@ class AttentionBatch:
         block_size: B.
         query_lens_host: new tokens of each sequence, on the host (S numbers, each at least 1).
         context_lens_host: ``context_lens`` on the host.
+        lengths_on_device: whether only the device knows how long the sequences are, as in a step
+            recorded once and played back. Then every sequence has one new token,
+            ``context_lens_host`` holds upper bounds, and rows may be padding: context 0 and slot
+            -1, whose keys and values go nowhere and whose attention is 0.
     """
 
     query_starts: torch.Tensor
@@ -35,6 +39,7 @@ class AttentionBatch:
     block_size: int
     query_lens_host: tuple[int, ...]
     context_lens_host: tuple[int, ...]
+    lengths_on_device: bool = False
 
     @property
     def num_tokens(self) -> int:

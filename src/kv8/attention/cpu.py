@@ -35,6 +35,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    capturable = False
 
     def __init__(self, kernels: CpuKernels | None = None) -> None:
         self._kernels = load_kernels() if kernels is None else kernels

@@ -27,6 +27,7 @@ class ReferenceBackend:
     """Plain torch on any device; see the module."""
 
     name = "reference"
+    capturable = False
 
     def refuses(self, layer: LayerAttention) -> str | None:
         """Return why this backend cannot serve ``layer``, or `None` if it can."""

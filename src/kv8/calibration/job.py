@@ -19,6 +19,7 @@ from kv8.calibration.outputs import check_outputs
 from kv8.calibration.partial_facts import Facts
 from kv8.calibration.sources import RANDOM, SELF, Samples, load_samples
 from kv8.calibration.sources_made import WriteText
+from kv8.engine.devices import resolve_device
 from kv8.errors import RequestError
 from kv8.geometry import ModelGeometry
 from kv8.models.config import load_config
@@ -76,7 +77,7 @@ class Job:
         decisive: dict[str, Any] = {
             "kv8 version": __version__,
             "torch version": torch.__version__,
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": resolve_device(options.device)[0].type,
             "model": weights_fingerprint(self.source.folder),
             "tokenizer": options.tokenizer or "the model's",
             "data": written if samples is None else samples.digest,

@@ -27,6 +27,7 @@ class ObservingBackend:
         self._backend = backend
         self.observations = observations
         self.name = backend.name
+        self.capturable = False  # what is observed is looked at on the host
         self.part: Part = "first"
         self.samples: Sequence[int] = ()
 

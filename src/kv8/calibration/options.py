@@ -22,6 +22,7 @@ ENGINE_OPTIONS: Final = (
     "tokenizer",
     "dtype",
     "attention_backend",
+    "device",
     "max_num_batched_tokens",
     "max_num_seqs",
     "kv_cache_memory",

@@ -16,7 +16,15 @@ DTYPES = ["bfloat16", "fp8"]
 WORKLOADS = ["16x128", "8x1024"]
 # Lists that take every word up to the next flag.
 LIST_FLAGS = frozenset({"--contexts", "--dtypes", "--workloads"})
-_ENGINE = {"dtype", "attention_backend", "block_size", "max_num_batched_tokens", "query_dtype"}
+_ENGINE = {
+    "dtype",
+    "attention_backend",
+    "block_size",
+    "device",
+    "enforce_eager",
+    "max_num_batched_tokens",
+    "query_dtype",
+}
 
 Model = Annotated[str, typer.Argument(help="Folder, .gguf file, hub id or built-in name.")]
 Dtypes = Annotated[
@@ -129,7 +137,9 @@ def throughput(  # noqa: PLR0913 - one a flag
     _print(report, output, markdown=markdown)
 
 
-@with_flags(engine=engine_flags(only={"attention_backend", "block_size"}), output=output_flags())
+@with_flags(
+    engine=engine_flags(only={"attention_backend", "block_size", "device"}), output=output_flags()
+)
 def kernels(  # noqa: PLR0913 - one a flag
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 9,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 3,

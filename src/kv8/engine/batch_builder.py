@@ -1,43 +1,20 @@
-"""From a schedule to the flat tensors a forward pass takes.
+"""From a schedule to the flat arrays a forward pass takes.
 
 Letters as in docs/architecture.md: T new tokens, S sequences, R rows whose logits are wanted,
 B block size, G cache groups, M blocks in the longest block table.
-
-Block tables are kept from step to step, one row a running request, and only extended; so the
-work on the host grows with the new tokens of a step, not with the context they attend to.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kv8.attention.batch import AttentionBatch
+from kv8.cache.layout import CacheLayout
 from kv8.cache.manager import CacheManager
+from kv8.engine.block_tables import BlockTables
 from kv8.engine.request import Request
 from kv8.engine.scheduler import ScheduledChunk
-
-_FIRST_ROWS = 4  # of the tables, before they grow
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """One forward pass.
-
-    Attributes:
-        input_ids: int64 [T].
-        positions: int64 [T], position of each token in its sequence.
-        attention: the batch as attention sees it.
-        rows: int64 [R], rows of the T tokens whose logits are wanted, in order.
-        row_counts: how many of the R rows belong to each chunk of the schedule.
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: AttentionBatch
-    rows: torch.Tensor
-    row_counts: tuple[int, ...]
+from kv8.engine.step_input import StepArrays, StepInput
 
 
 def logit_rows(chunk: ScheduledChunk) -> range:
@@ -55,17 +32,8 @@ def logit_rows(chunk: ScheduledChunk) -> range:
     return range(first, chunk.num_tokens)
 
 
-@dataclass
-class _TableRow:
-    """A running request's row in the kept tables: where it is and how far it is filled."""
-
-    index: int
-    num_preemptions: int
-    num_filled: int = 0
-
-
 class BatchBuilder:
-    """Builds each step's tensors; remembers the block tables of running requests.
+    """Builds each step's input; remembers the block tables of running requests.
 
     Args:
         cache: whose block tables are mirrored.
@@ -84,90 +52,64 @@ class BatchBuilder:
         max_blocks: int,
         device: torch.device,
     ) -> None:
-        self._cache = cache
         self._block_size = block_size
         self._device = device
-        self._tables = np.zeros((num_groups, _FIRST_ROWS, max_blocks), dtype=np.int32)
-        self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
-        self._rows: dict[int, _TableRow] = {}
+        self._tables = BlockTables(
+            cache,
+            num_groups=num_groups,
+            block_size=block_size,
+            max_blocks=max_blocks,
+            device=device,
+        )
+
+    @classmethod
+    def over(
+        cls, cache: CacheManager, layout: CacheLayout, longest: int, device: torch.device
+    ) -> "BatchBuilder":
+        """Return a builder for sequences of up to ``longest`` tokens in a cache of ``layout``."""
+        return cls(
+            cache,
+            num_groups=len(layout.groups),
+            block_size=layout.block_size,
+            max_blocks=-(-longest // layout.block_size),
+            device=device,
+        )
 
     def build(self, chunks: Sequence[ScheduledChunk], running: Iterable[Request]) -> StepInput:
-        """Return the tensors of one step.
+        """Return the input of one step.
 
         Args:
             chunks: the step's work, at least one chunk.
             running: every request that holds blocks; rows of all others are taken back.
         """
-        for sequence in self._rows.keys() - {request.sequence for request in running}:
-            self._free_rows.append(self._rows.pop(sequence).index)
-        rows = np.array([self._extended_row(chunk) for chunk in chunks])
+        self._tables.retire(running)
+        rows = np.array([self._tables.extend(chunk) for chunk in chunks], dtype=np.int64)
         lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        contexts = starts + lengths
-        query_starts = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+        first_rows = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
         blocks, offsets = np.divmod(positions, self._block_size)
-        width = -(-int(contexts.max()) // self._block_size)
+        slots = self._tables.host[:, np.repeat(rows, lengths), blocks].astype(np.int64)
         ids: list[int] = []
         wanted: list[range] = []
-        for chunk, first in zip(chunks, query_starts, strict=False):
+        for chunk, first in zip(chunks, first_rows.tolist(), strict=True):
             ids += chunk.request.token_ids[chunk.start : chunk.stop]
             rows_of_chunk = logit_rows(chunk)
             wanted.append(range(first + rows_of_chunk.start, first + rows_of_chunk.stop))
-        row_of_token = np.repeat(rows, lengths)
-        attention = AttentionBatch(
-            query_starts=self._tensor(query_starts.astype(np.int32)),
-            context_lens=self._tensor(contexts.astype(np.int32)),
-            block_tables=tuple(self._tensor(table[rows, :width]) for table in self._tables),
-            slots=tuple(
-                self._tensor(
-                    table[row_of_token, blocks].astype(np.int64) * self._block_size + offsets
-                )
-                for table in self._tables
-            ),
-            block_size=self._block_size,
-            query_lens_host=tuple(lengths.tolist()),
-            context_lens_host=tuple(contexts.tolist()),
+        arrays = StepArrays(
+            input_ids=np.array(ids, dtype=np.int64),
+            positions=positions,
+            slots=slots * self._block_size + offsets,
+            query_lens=lengths,
+            context_lens=starts + lengths,
+            table_rows=rows,
+            rows=np.concatenate([np.asarray(r, dtype=np.int64) for r in wanted]),
         )
         return StepInput(
-            input_ids=torch.tensor(ids, dtype=torch.int64, device=self._device),
-            positions=self._tensor(positions),
-            attention=attention,
-            rows=self._tensor(np.concatenate([np.asarray(r, dtype=np.int64) for r in wanted])),
-            row_counts=tuple(len(r) for r in wanted),
+            arrays,
+            self._tables,
+            tuple(len(r) for r in wanted),
+            block_size=self._block_size,
+            device=self._device,
+            decodes=all(chunk.num_tokens == 1 and chunk.reaches_end for chunk in chunks),
         )
-
-    def _extended_row(self, chunk: ScheduledChunk) -> int:
-        """Copy the blocks a request gained since its last step; return its row's index.
-
-        Earlier entries never change while it runs: blocks that fell out of a window go stale in
-        the row, which is allowed, since attention never reads them. A preempted request has given
-        up every block, so its row is filled anew.
-        """
-        request = chunk.request
-        row = self._rows.get(request.sequence)
-        if row is None:
-            row = _TableRow(self._free_row(), request.num_preemptions)
-            self._rows[request.sequence] = row
-        if row.num_preemptions != request.num_preemptions:
-            row.num_preemptions, row.num_filled = request.num_preemptions, 0
-        filled, needed = row.num_filled, -(-chunk.stop // self._block_size)
-        if needed > filled:
-            for group, table in enumerate(self._tables):
-                blocks = self._cache.block_table(request.sequence, group)
-                table[row.index, filled:needed] = blocks[filled:needed]
-            row.num_filled = needed
-        return row.index
-
-    def _free_row(self) -> int:
-        """Return a row nobody uses. The tables grow with the most requests that ever ran at once,
-        not with the most that might.
-        """
-        if not self._free_rows:
-            num_rows = self._tables.shape[1]
-            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)], axis=1)
-            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free_rows.pop()
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -12,21 +12,24 @@ import torch
 
 from kv8.cache.manager import CacheManager
 from kv8.engine.announce import announce
-from kv8.engine.batch_builder import BatchBuilder, StepInput
+from kv8.engine.batch_builder import BatchBuilder
 from kv8.engine.completion import Completion, CompletionContext, CompletionGroup
 from kv8.engine.counters import EngineCounters
 from kv8.engine.detokenizer import TokenDecoder
 from kv8.engine.end_tokens import find_end_tokens
 from kv8.engine.failures import explain_failure
+from kv8.engine.gpu_memory import open_budget
 from kv8.engine.grammars import Grammars
 from kv8.engine.health import CacheHealth
 from kv8.engine.intake import Intake
 from kv8.engine.measured_scales import ScaleMeasurement, measure_scales
+from kv8.engine.recording import record_decoding
 from kv8.engine.resolve import resolve_options
 from kv8.engine.roster import Roster
 from kv8.engine.runner import Runner, ScaleStatus
 from kv8.engine.sampler import SampledToken, sample
 from kv8.engine.scheduler import ScheduledChunk, Scheduler
+from kv8.engine.upload import take_rows
 from kv8.engine.warm_up import warm_up
 from kv8.errors import RequestError
 from kv8.models.load import load_model
@@ -64,8 +67,9 @@ class Engine:
         check_invariants: bool = False,
     ) -> None:
         assert (measure is not None) is options.measures_scales, "use start_engine"
-        self.config = config = resolve_options(options)
+        config = resolve_options(options)
         self.tokenizer = load_tokenizer(config.source, options.tokenizer)
+        budget = open_budget(config)
         model = load_model(
             config.source,
             config.model_config,
@@ -76,8 +80,11 @@ class Engine:
             fuse=options.attention_backend != "reference",
         )
         if measure is not None:
-            self.config = config = measure_scales(measure, model, config, self.tokenizer)
+            config = measure_scales(measure, model, config, self.tokenizer)
+        if budget is not None:
+            config = budget.fit_cache(model, config)
         self.runner = Runner(model, config)
+        self.config = config = record_decoding(self.runner, config)
         announce(config, self.runner)
         self.counters = EngineCounters()
         self.cache = CacheManager(
@@ -86,13 +93,8 @@ class Engine:
             enable_prefix_caching=options.enable_prefix_caching,
             digest_key=self.runner.cache_key(),
         )
-        self.builder = BatchBuilder(
-            self.cache,
-            num_groups=len(config.layout.groups),
-            block_size=options.block_size,
-            max_blocks=-(-config.max_model_len // options.block_size),
-            device=model.device,
-        )
+        longest = config.max_model_len
+        self.builder = BatchBuilder.over(self.cache, config.layout, longest, model.device)
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=options.max_num_seqs,
@@ -103,7 +105,7 @@ class Engine:
         self.grammars = Grammars(self.tokenizer, end_tokens, vocab_size)
         self._intake = Intake(
             CompletionContext(TokenDecoder(self.tokenizer), end_tokens, vocab_size, self.grammars),
-            max_model_len=config.max_model_len,
+            max_model_len=longest,
             share_prompts=options.enable_prefix_caching,
             seed=options.seed,
         )
@@ -159,7 +161,7 @@ class Engine:
             if not chunks:
                 return []
             step = self.builder.build(chunks, self.scheduler.running)
-            outputs = self._take(chunks, step, self.runner.run(step))
+            outputs = self._take(chunks, step.row_counts, self.runner.run(step))
         except Exception as error:  # noqa: BLE001 - whatever failed must not take the others along
             outputs = self._fail(chunks, error)
         except BaseException as error:  # an interrupt goes on, but leaves the engine in order
@@ -226,13 +228,13 @@ class Engine:
         assert queued == self._roster.sequences, "a request is lost between engine and scheduler"
 
     def _take(
-        self, chunks: Sequence[ScheduledChunk], step: StepInput, logits: torch.Tensor
+        self, chunks: Sequence[ScheduledChunk], row_counts: Sequence[int], logits: torch.Tensor
     ) -> list[RequestOutput]:
         """Record a computed step, choose the next tokens (``logits`` is float32 [R, V])."""
         sampled: list[tuple[CompletionGroup, Completion]] = []
         last_rows: list[int] = []
         row = 0
-        for chunk, num_rows in zip(chunks, step.row_counts, strict=True):
+        for chunk, num_rows in zip(chunks, row_counts, strict=True):
             group, completion = self._roster.find(chunk.request)
             self.scheduler.commit(chunk)
             num_prompt_rows = num_rows - int(chunk.reaches_end)
@@ -243,10 +245,8 @@ class Engine:
             if chunk.reaches_end:
                 sampled.append((group, completion))
                 last_rows.append(row - 1)
-        wanted = logits if len(last_rows) == row else logits[last_rows]
-        states = [completion.sampling for _, completion in sampled]
-        self.grammars.look_ahead([(s.mask, s.output_token_ids) for s in states if s.mask])
-        outcomes = sample(wanted, states)
+        wanted = take_rows(logits, last_rows)
+        outcomes = sample(wanted, [completion.sampling for _, completion in sampled])
         for (_, completion), outcome in zip(sampled, outcomes, strict=True):
             self._accept(completion, outcome)
         return self._roster.publish(group for group, _ in sampled)

@@ -7,7 +7,7 @@ from typing import Any
 from kv8.cache.capacity import Capacity, capacity
 from kv8.cache.gain import CapacityGain, capacity_gain
 from kv8.cache.layout import CacheLayout, make_layout
-from kv8.engine.resolve import check_max_model_len
+from kv8.engine.resolve_length import check_max_model_len
 from kv8.formats.base import ALIASES, FORMATS, FP8_E4M3, FP8_E5M2
 from kv8.geometry import ModelGeometry
 from kv8.layer_plan import make_layer_plan, resolve_cache_format

@@ -12,17 +12,22 @@ from typing import Any
 import torch
 
 from kv8.attention.select import check_backend_name
-from kv8.cache.capacity import Capacity, capacity, longest_sequence, memory_for
+from kv8.cache.capacity import Capacity, capacity, memory_for
 from kv8.cache.gain import describe_gain
 from kv8.cache.layout import CacheLayout, make_layout
-from kv8.engine.resolve_memory import default_cache_memory
+from kv8.engine.devices import describe_device, resolve_device
+from kv8.engine.resolve_length import choose_max_model_len
+from kv8.engine.resolve_memory import (
+    check_gpu_options,
+    default_cache_memory,
+    gpu_cache_memory,
+)
 from kv8.engine.scale_choice import (
     SCALE_SETTINGS,
     choose_scales,
     describe_scales,
     explicit_scales,
 )
-from kv8.errors import CapacityError, RequestError
 from kv8.formats.base import KVFormat
 from kv8.geometry import ModelGeometry
 from kv8.layer_plan import LayerPlan, make_layer_plan, resolve_cache_format
@@ -35,8 +40,6 @@ from kv8.scales.checkpoint import CheckpointScales, read_checkpoint
 from kv8.scales.resolve import ResolvedScales, resolve_scales
 from kv8.scales.scale import ModelScales
 from kv8.units import format_bytes
-
-MIN_MODEL_LEN = 2
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,13 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
         SourceError: the model's files cannot be fetched or converted.
     """
     check_backend_name(options.attention_backend)
+    device, device_reason = resolve_device(options.device)
+    check_gpu_options(options, device)
     source = resolve_source(options.model)
     model_config = load_config(source.folder)
     geometry = read_geometry(model_config)
-    dtype = geometry.model_dtype if options.dtype == "auto" else options.dtype
+    stored_dtype = geometry.model_dtype
+    dtype = stored_dtype if options.dtype == "auto" else options.dtype
     geometry = replace(geometry, model_dtype=dtype)
     checkpoint = read_checkpoint(source.folder, geometry)
     kv_format, format_reason = resolve_cache_format(
@@ -121,9 +127,9 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
     layout = make_layout(
         geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory, memory_reason = _cache_memory(options, geometry, layout, source.folder, device)
-    max_model_len, length_reason = _max_model_len(options, geometry, layout, memory)
+    weight_bytes = _weight_bytes(source.folder) * _width(dtype) // _width(stored_dtype)
+    memory, memory_reason = _cache_memory(options, geometry, layout, weight_bytes, device)
+    max_model_len, length_reason = choose_max_model_len(options, geometry, layout, memory)
     return ResolvedConfig(
         options=options,
         source=source,
@@ -146,6 +152,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
                 dtype,
                 "the checkpoint's" if options.dtype == "auto" else "as asked with dtype",
             ),
+            Decision("device", describe_device(device), device_reason),
             Decision("kv_cache_dtype", kv_format.name, format_reason),
             *_skip_decision(options, plan),
             *scale_decisions(plan, resolved, options),
@@ -187,66 +194,66 @@ def find_scales(
     )
 
 
-def check_max_model_len(asked: int | None, limit: int) -> None:
-    """Refuse a longest sequence that no cache, however large, lets a model of ``limit`` serve.
+def with_cache_memory(config: ResolvedConfig, memory: int, reason: str) -> ResolvedConfig:
+    """Return ``config`` with another amount of memory for the cache, and what follows from it.
 
     Raises:
-        RequestError: it is too short for anything, or beyond the model's own limit.
+        CapacityError: it is too little for what was asked.
     """
-    if asked is not None and not MIN_MODEL_LEN <= asked <= limit:
-        raise RequestError(
-            f"max_model_len={asked} cannot be served: give at least {MIN_MODEL_LEN} (a token of "
-            f"prompt and one of output) and at most {limit}, which this model was made for."
-        )
+    geometry, layout = config.geometry, config.layout
+    longest, length_reason = choose_max_model_len(config.options, geometry, layout, memory)
+    decided = {
+        "kv_cache_memory": Decision("kv_cache_memory", format_bytes(memory), reason),
+        "max_model_len": Decision("max_model_len", f"{longest:,} tokens", length_reason),
+    }
+    old_gain = describe_gain(geometry, layout, config.max_model_len)
+    return replace(
+        config,
+        capacity=capacity(layout, memory, longest),
+        max_model_len=longest,
+        decisions=tuple(decided.get(each.name, each) for each in config.decisions),
+        messages=tuple(
+            describe_gain(geometry, layout, longest) if message == old_gain else message
+            for message in config.messages
+        ),
+    )
+
+
+def useful_cache_memory(
+    options: EngineOptions, geometry: ModelGeometry, layout: CacheLayout
+) -> int:
+    """Return the bytes that as many sequences as may run, each as long as can be, need."""
+    longest = options.max_model_len or geometry.max_position
+    return options.max_num_seqs * memory_for(layout, longest)
 
 
 def _cache_memory(
     options: EngineOptions,
     geometry: ModelGeometry,
     layout: CacheLayout,
-    folder: Path,
+    weight_bytes: int,
     device: torch.device,
 ) -> tuple[int, str]:
     if options.kv_cache_memory is not None:
         return int(options.kv_cache_memory), "as asked"
-    longest = options.max_model_len or geometry.max_position
-    return default_cache_memory(
-        device,
-        weight_bytes=loaded_bytes(folder, geometry.model_dtype),
-        useful_bytes=options.max_num_seqs * memory_for(layout, longest),
-    )
-
-
-def _max_model_len(
-    options: EngineOptions, geometry: ModelGeometry, layout: CacheLayout, memory: int
-) -> tuple[int, str]:
-    """Return the longest sequence served; what is asked is never shortened, but refused."""
-    asked, limit = options.max_model_len, geometry.max_position
-    longest = longest_sequence(layout, memory // layout.block_bytes)
-    check_max_model_len(asked, limit)
-    wanted = limit if asked is None else asked
-    if longest is None or longest >= wanted:
-        return wanted, "the model's limit" if asked is None else "as asked"
-    needed = _spell_bytes(memory_for(layout, wanted))
-    room = f"kv_cache_memory={format_bytes(memory)} holds {longest:,} tokens of one sequence"
-    if longest < MIN_MODEL_LEN:
-        raise CapacityError(
-            f"{room}, too few to serve anything: a block of {layout.block_size} tokens takes "
-            f"{format_bytes(layout.block_bytes)}. Give at least "
-            f"{_spell_bytes(memory_for(layout, MIN_MODEL_LEN))}, or a smaller block_size; "
-            f"{wanted:,} tokens need {needed}."
+    useful_bytes = useful_cache_memory(options, geometry, layout)
+    if device.type == "cuda":
+        return gpu_cache_memory(
+            device,
+            share=options.gpu_memory_utilization,
+            weight_bytes=weight_bytes,
+            useful_bytes=useful_bytes,
         )
-    if asked is not None:
-        raise CapacityError(
-            f"max_model_len={asked} needs {needed} of KV cache, and {room}. Give "
-            f"max_model_len={longest} or less, or kv_cache_memory of at least {needed}."
-        )
-    return longest, f"what fits: {room}; the model's limit of {limit:,} needs {needed}"
+    return default_cache_memory(device, weight_bytes=weight_bytes, useful_bytes=useful_bytes)
 
 
-def _spell_bytes(num_bytes: int) -> str:
-    """Return an amount to be typed back: rounded for reading, and exact."""
-    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _width(dtype: str) -> int:
+    """Return the bytes of a value of a model's dtype."""
+    return 4 if dtype == "float32" else 2
 
 
 def _skip_decision(options: EngineOptions, plan: LayerPlan) -> list[Decision]:

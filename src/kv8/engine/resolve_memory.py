@@ -5,10 +5,13 @@ from pathlib import Path
 import psutil
 import torch
 
+from kv8.errors import RequestError
+from kv8.options import EngineOptions
 from kv8.units import format_bytes
 
 SHARE = 4  # a quarter of what is free
 MOST = 4 * 2**30
+GPU_SHARE = 0.9  # of what is free at the start, for all that an engine takes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -32,6 +35,46 @@ def default_cache_memory(
     if share > MOST:
         return MOST, f"the most taken by default ({format_bytes(free)} free)"
     return share, f"a quarter of the {format_bytes(free)} free"
+
+
+def gpu_cache_memory(
+    device: torch.device, *, share: float | None, weight_bytes: int, useful_bytes: int
+) -> tuple[int, str]:
+    """Return about how many bytes the cache will get on a GPU, before the model is loaded.
+
+    The engine itself measures what weights and work take, and gives the cache exactly the rest;
+    see `kv8.engine.gpu_memory`.
+
+    Args:
+        device: where the cache will be.
+        share: of the free memory, for everything; `None` for the default.
+        weight_bytes: as for `default_cache_memory`.
+        useful_bytes: likewise.
+    """
+    free = free_memory(device)
+    share = GPU_SHARE if share is None else share
+    rest = max(int(share * free) - weight_bytes, 0)
+    if useful_bytes <= rest:
+        return useful_bytes, "what max_num_seqs sequences of the greatest length need"
+    return rest, (
+        f"{100 * share:g} % of the {format_bytes(free)} free, less about "
+        f"{format_bytes(weight_bytes)} of weights; what the largest step takes is measured at the "
+        f"start, and comes off, too"
+    )
+
+
+def check_gpu_options(options: EngineOptions, device: torch.device) -> None:
+    """Refuse options that mean nothing on ``device``.
+
+    Raises:
+        RequestError: an option is for GPUs.
+    """
+    if device.type != "cuda" and options.gpu_memory_utilization is not None:
+        raise RequestError(
+            f"gpu_memory_utilization={options.gpu_memory_utilization!r} is a share of a GPU's "
+            f"memory, and this engine runs on the {str(device).upper()}. Say how much memory the "
+            f"KV cache takes with kv_cache_memory."
+        )
 
 
 def free_memory(device: torch.device) -> int:

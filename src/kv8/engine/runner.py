@@ -15,9 +15,11 @@ import torch
 
 from kv8.attention.select import select_backend
 from kv8.cache.pool import KVPool
-from kv8.engine.batch_builder import StepInput
+from kv8.engine.decode_graphs import DecodeGraphs
+from kv8.engine.devices import on_device
 from kv8.engine.layers import expand_scale, make_counters, make_layers
 from kv8.engine.resolve import ResolvedConfig, find_scales
+from kv8.engine.step_input import StepInput
 from kv8.errors import RequestError
 from kv8.models.hook import HookedModel
 from kv8.scales.resolve import ResolvedScales
@@ -48,6 +50,7 @@ class Runner:
         counters: what the stores did to the values.
         scales: the scales in use, with their origins.
         backend: stores and attends.
+        graphs: recorded decode steps; `None` if every step is computed op by op.
 
     Raises:
         CapacityError: the memory for the cache cannot be allocated.
@@ -66,6 +69,7 @@ class Runner:
         self.counters = make_counters(config, model.device)
         self.layers = make_layers(config, self.pool, self.counters, model.device)
         self.backend = select_backend(config.options.attention_backend, list(self.layers.values()))
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def scale_status(self) -> ScaleStatus:
@@ -89,9 +93,16 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> torch.Tensor:
-        """Store the step's keys and values, and return its logits (float32 [R, V])."""
-        with self.model.bound(step.attention, self.layers, self.backend):
-            return self.model.forward(step.input_ids, step.positions, step.rows)
+        """Store the step's keys and values; return its logits, float32 [R, V].
+
+        They hold until the next step is run.
+        """
+        with on_device(self.model.device):
+            logits = None if self.graphs is None else self.graphs.run(step)
+            if logits is not None:
+                return logits
+            with self.model.bound(step.attention, self.layers, self.backend):
+                return self.model.forward(step.input_ids, step.positions, step.rows)
 
     def set_scales(self, kv_scales: str | Path | Mapping[str, Any]) -> None:
         """Use other scales; what is stored under the old ones must be dropped.

@@ -16,6 +16,7 @@ from kv8.engine.logprobs import token_logprobs
 from kv8.engine.penalties import Penalties
 from kv8.engine.token_mask import TokenMask
 from kv8.engine.truncation import keep_min_p, keep_top_k, keep_top_p
+from kv8.engine.upload import take_rows, to_device
 from kv8.errors import EngineError, KV8Error, RequestError
 from kv8.outputs import Logprob
 from kv8.sampling_params import SamplingParams
@@ -141,6 +142,9 @@ class SampledToken:
 def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """Choose one token a row. Appends nothing: the caller does, once it accepts the token.
 
+    On a GPU the host waits for the device once, for the tokens; a second time only for what it
+    needs to see: log probabilities, penalties and masks.
+
     Args:
         logits: float32 [R, V], left as they are.
         states: R sequences.
@@ -151,23 +155,21 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     """
     if not states:
         return []
+    errors: list[KV8Error | None] = [None] * len(states)
     # NaN wins a maximum, so one reduction finds the best tokens, NaN, +inf, and rows of only -inf.
     peaks, best = logits.max(dim=1)
-    errors: list[KV8Error | None] = [
-        None
-        if math.isfinite(peak)
-        else EngineError(f"the model's logits have no finite maximum ({peak})")
-        for peak in peaks.tolist()
-    ]
-    adjusted = _adjusted(logits, states, errors)
+    adjusted, adjusted_peaks = _adjusted(logits, states, errors), peaks
     if adjusted is not logits:
-        peaks, best = adjusted.max(dim=1)
-        errors = [
-            error or (None if math.isfinite(peak) else RequestError(_NOTHING_LEFT))
-            for error, peak in zip(errors, peaks.tolist(), strict=True)
-        ]
+        adjusted_peaks, best = adjusted.max(dim=1)
+    tokens = _choose(adjusted, best, states)
+    found = torch.stack([peaks.double(), adjusted_peaks.double(), tokens.double()]).tolist()
+    chosen = [int(token) for token in found[2]]
+    for row, (peak, adjusted_peak) in enumerate(zip(*found[:2], strict=True)):
+        if not math.isfinite(peak):
+            errors[row] = EngineError(f"the model's logits have no finite maximum ({peak})")
+        elif errors[row] is None and not math.isfinite(adjusted_peak):
+            errors[row] = RequestError(_NOTHING_LEFT)
     sound = [error is None for error in errors]
-    chosen = _choose(adjusted, best.tolist(), states, sound)
     reports = _report_logprobs(logits, states, chosen, sound)
     return [
         SampledToken(token, report) if error is None else SampledToken(None, error=error)
@@ -195,36 +197,35 @@ def _adjusted(
 
 
 def _choose(
-    logits: torch.Tensor,
-    best: Sequence[int],
-    states: Sequence[SamplingState],
-    sound: Sequence[bool],
-) -> list[int]:
-    """Return a token a row; ``best`` is each row's most likely one."""
-    chosen = list(best)
-    random = [row for row, s in enumerate(states) if sound[row] and not s.params.greedy]
+    logits: torch.Tensor, best: torch.Tensor, states: Sequence[SamplingState]
+) -> torch.Tensor:
+    """Return a token a row, int64 [R]; ``best`` is each row's most likely one.
+
+    Rows without a finite maximum get any number.
+    """
+    random = [row for row, state in enumerate(states) if not state.params.greedy]
     num_values = _CPU_VALUES if logits.device.type == "cpu" else _DEVICE_VALUES
     step = max(1, num_values // logits.shape[1])
+    chosen = best
     for start in range(0, len(random), step):
         rows = random[start : start + step]
-        for row, token in zip(rows, _draw(logits[rows], [states[i] for i in rows]), strict=True):
-            chosen[row] = token
+        drawn = _draw(take_rows(logits, rows), [states[row] for row in rows])
+        chosen = chosen.index_copy(0, to_device(rows, torch.int64, logits.device), drawn)
     return chosen
 
 
-def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
     params = [state.params for state in states]
     probs = truncated_probs(logits, params)
     # The tokens stand in the order of their numbers, whatever truncation did: which token a random
     # number falls on must not depend on how the candidates were found.
     bounds = probs.cumsum(dim=1, dtype=torch.float64)
     total = bounds[:, -1:]
-    uniform = torch.tensor([s.uniform() for s in states], dtype=torch.float64, device=probs.device)
+    uniform = to_device([state.uniform() for state in states], torch.float64, probs.device)
     target = torch.minimum(
         uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
     )
-    tokens: list[int] = torch.searchsorted(bounds, target, right=True)[:, 0].tolist()
-    return tokens
+    return torch.searchsorted(bounds, target, right=True)[:, 0]
 
 
 def truncated_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -238,13 +239,14 @@ def truncated_probs(logits: torch.Tensor, params: Sequence[SamplingParams]) -> t
     Returns:
         float32 [R, V]; 0 for tokens that are out.
     """
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+    temperature = to_device([p.temperature for p in params], torch.float32, logits.device)
     # The maximum goes to 0 before the division, so that no temperature can overflow it.
     scaled = logits - logits.amax(dim=1, keepdim=True)
     scaled /= temperature.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
     keep_min_p(scaled, [p.min_p for p in params])
-    keep_top_k(scaled, [p.top_k for p in params])
-    keep_top_p(scaled, [p.top_p for p in params])
+    top_k = [p.top_k for p in params]
+    keep_top_k(scaled, top_k)
+    keep_top_p(scaled, [p.top_p for p in params], most=max(top_k) if min(top_k) > 0 else None)
     return torch.softmax(scaled, dim=1)
 
 

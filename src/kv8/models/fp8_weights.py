@@ -23,7 +23,10 @@ _ACTIVATION_ENDINGS = (".input_scale", ".input_scale_ub", ".activation_scale", "
 
 
 def expand_fp8_weights(
-    names: Mapping[str, Path], config: Mapping[str, Any], dtype: torch.dtype
+    names: Mapping[str, Path],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint with FP8 weights expanded to ``dtype``.
 
@@ -31,13 +34,14 @@ def expand_fp8_weights(
         names: which file holds each tensor.
         config: content of config.json.
         dtype: what FP8 weights become; other tensors stay as they are.
+        device: where they are read to and expanded.
 
     Raises:
         ModelError: an FP8 tensor has no scale beside it, or one of a shape that does not fit.
     """
     stored: dict[str, torch.Tensor] = {}
     for file, group in groupby(sorted(names, key=lambda name: str(names[name])), names.__getitem__):
-        with safe_open(file, "pt") as opened:
+        with safe_open(file, "pt", device=str(device)) as opened:
             stored.update((name, opened.get_tensor(name)) for name in group)
     block = _block_size(config)
     used: set[str] = set()

@@ -1,5 +1,6 @@
 """Loads a model's weights into transformers' own class, hooked; every tensor is accounted for."""
 
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator
@@ -67,11 +68,13 @@ def load_model(
         )
     names = tensor_names(files)
     torch_dtype = getattr(torch, dtype)
+    device = torch.device(device)
+    at_once = _first_stop(device)
     expanded = None
     if storage is WeightStorage.FP8:
-        expanded = expand_fp8_weights(names, read_config_json(folder), torch_dtype)
+        expanded = expand_fp8_weights(names, read_config_json(folder), torch_dtype, at_once)
     with _quiet():
-        module, info = _load(folder, config, torch_dtype, expanded)
+        module, info = _load(folder, config, torch_dtype, expanded, at_once)
     _account_for_every_tensor(folder, info)
     module.requires_grad_(False)
     module.eval().to(device)
@@ -100,8 +103,24 @@ def _verify(model: HookedModel) -> None:
         )
 
 
+def _first_stop(device: torch.device) -> torch.device:
+    """Return where weights are read to: their device at once, if transformers can do that."""
+    if device.type == "cpu" or importlib.util.find_spec("accelerate") is not None:
+        return device
+    logger.warning(
+        "The weights are read into the computer's memory first and then moved to %s. With the "
+        "package accelerate installed they are read to it at once.",
+        device,
+    )
+    return torch.device("cpu")
+
+
 def _load(
-    folder: Path, config: Any, dtype: torch.dtype, state: dict[str, torch.Tensor] | None
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    state: dict[str, torch.Tensor] | None,
+    device: torch.device,
 ) -> tuple[Any, dict[str, Any]]:
     built: Any = model_class(config)
     text = text_config(config)
@@ -116,6 +135,7 @@ def _load(
             ignore_mismatched_sizes=True,  # they are reported, and refused below by name
             local_files_only=True,
             output_loading_info=True,
+            **({} if device.type == "cpu" else {"device_map": {"": device}}),
         )
     except ImportError as error:
         raise ModelError(f"{folder.name} needs a package: {first_line(error)}") from error
