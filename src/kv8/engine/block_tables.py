@@ -37,6 +37,7 @@ class BlockTables:
         block_size: tokens of a table's entry.
         max_blocks: M, most blocks a sequence has in one group.
         device: where attention reads the tables.
+        mirrored: whether there is a copy on the device, as there is on any but a CPU.
 
     Attributes:
         host: int32 [G, rows, M]; what is not filled holds any valid number.
@@ -50,10 +51,12 @@ class BlockTables:
         block_size: int,
         max_blocks: int,
         device: torch.device,
+        mirrored: bool | None = None,
     ) -> None:
         self._cache = cache
         self._block_size = block_size
         self._device = device
+        self._mirrored = device.type != "cpu" if mirrored is None else mirrored
         self.host = np.zeros((num_groups, _FIRST_ROWS, max_blocks), dtype=np.int32)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
         self._rows: dict[int, _TableRow] = {}
@@ -85,7 +88,7 @@ class BlockTables:
                 blocks = self._cache.block_table(request.sequence, group)
                 table[row.index, filled:needed] = blocks[filled:needed]
             row.num_filled = needed
-            if self._device.type != "cpu":
+            if self._mirrored:
                 self._fresh.append((row.index, filled, needed))
         return row.index
 
@@ -119,11 +122,11 @@ class BlockTables:
             self.host = np.concatenate([self.host, np.zeros_like(self.host)], axis=1)
             self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
             old, self._mirror = self._mirror, self._new_mirror()
-            if self._device.type != "cpu":
+            if self._mirrored:
                 self._mirror[:, :num_rows].copy_(old)
         return self._free_rows.pop()
 
     def _new_mirror(self) -> torch.Tensor:
-        if self._device.type == "cpu":
+        if not self._mirrored:
             return torch.from_numpy(self.host)  # the same memory
         return torch.zeros(self.host.shape, dtype=torch.int32, device=self._device)
