@@ -29,6 +29,12 @@ from kv8.options import OPTION_FIELDS, EngineOptions, KVCacheDtype
         ("kv_scales", 0.5),
         ("enable_prefix_caching", "no"),
         ("enable_prefix_caching", None),
+        ("device", "gpu"),
+        ("device", None),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", "0.9"),
+        ("enforce_eager", 1),
         ("seed", "x"),
         ("seed", True),
     ],
@@ -37,6 +43,11 @@ def test_a_bad_value_is_refused_by_name_and_value(name: str, value: object) -> N
     with pytest.raises(RequestError, match=name) as caught:
         EngineOptions(model="m", **{name: value})  # type: ignore[arg-type]
     assert repr(value) in str(caught.value)
+
+
+def test_two_amounts_of_memory_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"gpu_memory_utilization=0.5 and kv_cache_memory=1024"):
+        EngineOptions(model="m", gpu_memory_utilization=0.5, kv_cache_memory=1024)
 
 
 def test_every_format_is_offered_and_no_other() -> None:
