@@ -38,11 +38,12 @@ def main() -> None:
         _put_stopwatch(import_module(module), name, phase, seconds)
     llm = LLM(**request["options"])
     loaded = time.perf_counter()
-    start_peak = peak_memory()
+    device = llm.engine.config.device
+    start_peak = peak_memory(device)
     measured = sum(seconds[p] for p in _STOPWATCHES if p not in _INSIDE)
     for part, whole in _INSIDE.items():
         seconds[whole] -= seconds[part]
-    forget_peak()
+    forget_peak(device)
     prefilled = time.perf_counter()
     prompt = _prompt(llm, request["prompt_tokens"])
     params = import_module("kv8.sampling_params").SamplingParams(temperature=0, max_tokens=1)
@@ -57,13 +58,17 @@ def main() -> None:
         "phases": phases,
         "token_ids": list(output.outputs[0].token_ids),
         "start_peak_bytes": start_peak,
-        "prefill_peak_bytes": peak_memory(),
+        "prefill_peak_bytes": peak_memory(device),
     }
     print(json.dumps(found), flush=True)  # noqa: T201 - for the process that started this one
 
 
-def peak_memory() -> int:
-    """Return the most memory this process has held, in bytes, since the last `forget_peak`."""
+def peak_memory(device: Any) -> int:
+    """Return the most memory this process has held, in bytes, since the last `forget_peak`: that
+    of the GPU, if ``device`` is one.
+    """
+    if device.type == "cuda":
+        return int(import_module("torch").cuda.max_memory_reserved(device))
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -73,8 +78,11 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def forget_peak() -> None:
+def forget_peak(device: Any) -> None:
     """Start `peak_memory` anew, where the system can (Linux)."""
+    if device.type == "cuda":
+        import_module("torch").cuda.reset_peak_memory_stats(device)
+        return
     clear = Path("/proc/self/clear_refs")
     if clear.exists():
         clear.write_text("5")

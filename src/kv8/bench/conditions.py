@@ -31,13 +31,21 @@ class Conditions:
         command: the command that measures, word by word.
         seed: what made-up data was drawn from.
         more: further facts about what is measured, by name.
+        device: where that runs.
 
     Attributes:
         facts: all of it as plain data, complete after the block.
         warnings: what makes the figures doubtful, for people.
     """
 
-    def __init__(self, command: Sequence[str], *, seed: int, more: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        seed: int,
+        more: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> None:
         self.facts: dict[str, Any] = {
             "command": shlex.join(command),
             "machine": cpu_name(),
@@ -49,6 +57,7 @@ class Conditions:
             "kv8": __version__,
             **{name: _version(name) for name in _PACKAGES},
             "seed": seed,
+            **({} if device is None or device.type != "cuda" else gpu_facts(device)),
             **more,
         }
         self.warnings: list[str] = []
@@ -78,6 +87,20 @@ class Conditions:
             "share_of_cpu_taken_by_others": share,
         }
         self.warnings = busy_warnings(self.facts["load_before"], share, cores)
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Return what a figure measured on a GPU depends on."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_bytes": properties.total_memory,
+        "gpu_processors": properties.multi_processor_count,
+        "gpu_l2_bytes": properties.L2_cache_size,
+        "gpu_capability": list(torch.cuda.get_device_capability(device)),
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+    }
 
 
 def busy_warnings(load_before: float, share_of_others: float, cores: int) -> list[str]:

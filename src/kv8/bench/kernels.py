@@ -4,7 +4,7 @@ The layers of a cache are visited one after the other, as a model does, so that 
 wait in a CPU cache. The kernels are checked against the reference backend before they are timed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Final
@@ -17,18 +17,21 @@ from kv8.attention.layer import LayerAttention
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
+from kv8.bench.clock import recorded
 from kv8.bench.conditions import Conditions
 from kv8.bench.phases import short_name
 from kv8.bench.report import Report
 from kv8.bench.roof import Roof
-from kv8.bench.timing import in_turns, joined, speedup
+from kv8.bench.timing import Samples, in_turns, joined, speedup
 from kv8.errors import EngineError
 from kv8.formats.base import BFLOAT16, FP8_E4M3, KVFormat
 from kv8.kernels.openmp import openmp_runtimes
+from kv8.units import format_bytes
 
 FORMATS: Final = (BFLOAT16, FP8_E4M3)
 _NAMES: Final = tuple(f.name for f in FORMATS)
 _SPLITS: Final = (1, 8, 64)  # sequences that share the cached tokens
+_TIMES_L2: Final = 4
 _CALLS: Final = 50  # of a small kernel, to have something to time
 
 
@@ -49,7 +52,11 @@ class KernelBench:
         self.shape, self.repeats = shape, repeats
         samples = [layer for f in FORMATS for layer in shape.layers(f, shape.block_size)]
         self.backend: AttentionBackend = select_backend(backend, samples)
-        self.roof = Roof(torch.float32)  # attention's products are sums in float32
+        self.device = torch.device(shape.device)
+        self._records = self.device.type == "cuda" and self.backend.capturable
+        on_gpu = self.device.type == "cuda"
+        # What attention multiplies in: float32 on a CPU, 16 bits in a GPU's matrix units.
+        self.roof = Roof(torch.bfloat16 if on_gpu else torch.float32, self.device)
         self.report = Report(
             "kernels",
             f"Attention of {shape.num_heads} query heads and {shape.num_kv_heads} KV heads of size "
@@ -66,11 +73,12 @@ class KernelBench:
         ratios = []
         for num_sequences in _SPLITS:
             context = tokens // num_sequences
-            batch, query = shape.batch(num_sequences, 1, context), shape.queries(num_sequences)
-            work = {
-                name: partial(self._attend_all, of, query, batch) for name, of in layers.items()
-            }
-            seconds = in_turns(work, self.repeats, each_round=self.roof.sample)
+            batch = shape.batch(num_sequences, 1, context, recorded=self._records)
+            query = shape.queries(num_sequences)
+            seconds = self._time(
+                {name: partial(self._attend_all, of, query, batch) for name, of in layers.items()},
+                recording=layers.keys(),
+            )
             for kv_format in FORMATS:
                 ratio = speedup(seconds, BFLOAT16.name, kv_format.name)
                 self.report.add(
@@ -84,6 +92,7 @@ class KernelBench:
                 )
             ratios.append(speedup(seconds, *_NAMES))
         self.report.figures["decode_attention_fp8_over_bf16"] = min(ratios)
+        self._check_size(tokens * values_per_token)
 
     def prefill(self, contexts: Sequence[int]) -> None:
         """Store whole prompts and attend over them: all that the cache's dtype has a part in."""
@@ -96,7 +105,8 @@ class KernelBench:
                 store, attend = self.backend.store, self.backend.attend
                 work[f"store {kv_format.name}"] = partial(store, layer, key, key, batch)
                 work[kv_format.name] = partial(attend, layer, query, batch, shape.call)
-            seconds = in_turns(work, self.repeats, each_round=self.roof.sample)
+            stores = {name for name in work if name.startswith("store")}
+            seconds = self._time(work, recording=stores)
             flop = 2 * shape.num_heads * shape.head_dim * context * (context + 1)
             values = 2 * context * shape.num_kv_heads * shape.head_dim
             for kv_format in FORMATS:
@@ -155,7 +165,7 @@ class KernelBench:
         for kv_format in FORMATS:
             labels = {"kernel": "decode attention", "format": kv_format.name}
             name = f"decode_attention_{short_name(kv_format.name)}_bandwidth_share"
-            share = self.report.worst_share("read_bandwidth_share", **labels)
+            share = self.report.worst_share(f"{self.roof.way}_bandwidth_share", **labels)
             assert share is not None
             self.report.figures[name] = share
 
@@ -165,6 +175,30 @@ class KernelBench:
         for layer in layers:
             self.backend.attend(layer, query, batch, self.shape.call)
 
+    def _time(
+        self, work: Mapping[str, Callable[[], object]], *, recording: Collection[str]
+    ) -> dict[str, Samples]:
+        """Return seconds of each piece of work, in turns; of ``recording``, on a GPU, without what
+        it takes to start its kernels.
+        """
+        runs = {
+            name: recorded(run, self.device) if self._records and name in recording else run
+            for name, run in work.items()
+        }
+        return in_turns(runs, self.repeats, each_round=self.roof.sample, device=self.device)
+
+    def _check_size(self, fp8_bytes: int) -> None:
+        """Warn where codes may wait in a GPU's L2 cache from one round to the next."""
+        if self.device.type != "cuda":
+            return
+        l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        if fp8_bytes < _TIMES_L2 * l2_bytes:
+            self.report.warnings.append(
+                f"The FP8 codes of all layers are {format_bytes(fp8_bytes)}, less than {_TIMES_L2} "
+                f"times the GPU's L2 cache ({format_bytes(l2_bytes)}): decoding may read them from "
+                f"there. Give more --tokens or --layers."
+            )
+
     def _new_tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.shape.queries(num_tokens), self.shape.keys(num_tokens)
 
@@ -173,11 +207,18 @@ class KernelBench:
         for kv_format in FORMATS:
             (layer,) = replace(self.shape, num_layers=1).layers(kv_format, 700)
             for batch in (self.shape.batch(1, 700, 700), self.shape.batch(1, 1, 700)):
-                query = self.shape.queries(batch.num_tokens).to(torch.float32)
+                query = self.shape.queries(batch.num_tokens)
+                exact = query.to(torch.float32)
+                expected = ReferenceBackend().attend(layer, exact, batch, self.shape.call)
+                # Float32 sums over 700 keys of values up to about 5; on a GPU, whose matrix units
+                # take 16 bits, a weight and the output are rounded by 2^-9 each.
+                tolerance = 700 * 2.0**-24 * 5
+                if self.device.type == "cuda":
+                    tolerance = 2.0**-7
+                else:
+                    query = exact
                 found = self.backend.attend(layer, query, batch, self.shape.call)
-                expected = ReferenceBackend().attend(layer, query, batch, self.shape.call)
-                # Float32 sums over 700 keys of values up to about 5.
-                if not (found - expected).abs().max() < 700 * 2.0**-24 * 5:
+                if not (found - expected).abs().max() < tolerance:
                     raise EngineError(
                         f"The {self.backend.name} backend is wrong for {kv_format.name}; nothing "
                         f"was timed."
@@ -207,12 +248,14 @@ def bench_kernels(
         "cached_tokens": tokens,
         "repeats": repeats,
     }
-    with Conditions(command, seed=seed, more=more) as conditions:
+    with Conditions(command, seed=seed, more=more, device=bench.device) as conditions:
         bench.decode(tokens)
         bench.prefill(contexts)
-        bench.turns(min(tokens, 4096))
+        if bench.device.type == "cpu":
+            bench.turns(min(tokens, 4096))
     bench.finish()
-    bench.report.conditions, bench.report.warnings = conditions.facts, conditions.warnings
+    bench.report.conditions = conditions.facts
+    bench.report.warnings += conditions.warnings
     return bench.report
 
 

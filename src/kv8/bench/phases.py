@@ -64,14 +64,15 @@ def bench_phases(
         "repeats": repeats,
     }
     work = read_step_work(first.config.model_config)
-    with Conditions(command, seed=seed, more=more) as conditions:
-        roof = Roof(getattr(torch, first.config.dtype))
+    device = first.config.device
+    with Conditions(command, seed=seed, more=more, device=device) as conditions:
+        roof = Roof(getattr(torch, first.config.dtype), device)
         for workload in workloads:
             _bench_workload(report, engines, workload, work, roof, repeats=repeats, seed=seed)
         report.add_roof(roof)
     report.conditions = conditions.facts
     report.warnings += conditions.warnings
-    _add_figures(report, dtypes)
+    _add_figures(report, dtypes, f"{roof.way}_bandwidth_share")
 
 
 def cache_memory(options: EngineOptions, sequences: int, tokens: int) -> int:
@@ -142,10 +143,10 @@ def _bench_workload(
             )
 
 
-def _add_figures(report: Report, dtypes: Sequence[str]) -> None:
+def _add_figures(report: Report, dtypes: Sequence[str], memory_share: str) -> None:
     """Add the worst ratio and the worst share of each phase and dtype over all workloads."""
     base = short_name(dtypes[0])
-    for phase, share in (("prefill", "matmul_share"), ("decode", "read_bandwidth_share")):
+    for phase, share in (("prefill", "matmul_share"), ("decode", memory_share)):
         for dtype in dtypes:
             rows = [
                 row

@@ -73,14 +73,14 @@ class Report:
         """Add the machine's own speed, and to every row its share of it."""
         for row in self.rows:
             if "bytes_per_second" in row:
-                row["read_bandwidth_share"] = row["bytes_per_second"] / roof.bytes_per_second
+                row[f"{roof.way}_bandwidth_share"] = row["bytes_per_second"] / roof.bytes_per_second
             if "flop_per_second" in row:
                 row["matmul_share"] = row["flop_per_second"] / roof.flop_per_second
         name = next(iter(self.rows[0]))
-        dtype = str(roof.dtype).removeprefix("torch.")
-        self.add({name: "reading memory"}, roof.read_seconds, num_bytes=roof.read_bytes)
-        self.add({name: f"{dtype} matmul"}, roof.matmul_seconds, flop=roof.matmul_flop)
-        self.figures["read_bytes_per_second"] = roof.bytes_per_second
+        self.add({name: f"{roof.way}ing memory"}, roof.move_seconds, num_bytes=roof.moved_bytes)
+        for product, seconds in roof.matmul_seconds.items():
+            self.add({name: f"{product} matmul"}, seconds, flop=roof.matmul_flop)
+        self.figures[f"{roof.way}_bytes_per_second"] = roof.bytes_per_second
         self.figures["matmul_flop_per_second"] = roof.flop_per_second
 
     def worst_share(self, key: str, **labels: str | int) -> float | None:

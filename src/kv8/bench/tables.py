@@ -61,6 +61,7 @@ _METRICS: Final = (
     Column("tok/s", "tokens_per_second", lambda row: _digits(row["tokens_per_second"])),
     Column("GB/s", "bytes_per_second", _billions("bytes_per_second")),
     Column("of reading memory", "read_bandwidth_share", _percent("read_bandwidth_share")),
+    Column("of copying memory", "copy_bandwidth_share", _percent("copy_bandwidth_share")),
     Column("GFLOP/s", "flop_per_second", _billions("flop_per_second")),
     Column("of matmul", "matmul_share", _percent("matmul_share")),
     Column("peak memory", "peak_bytes", lambda row: format_bytes(int(row["peak_bytes"]))),
@@ -96,7 +97,9 @@ def conditions_line(report: Report) -> str:
     """Return the conditions in a sentence."""
     seen = report["conditions"]
     versions = ", ".join(f"{name} {seen[name]}" for name in ("kv8", "torch", "transformers"))
+    gpu = [f"{seen['gpu']}, CUDA {seen['cuda']}, triton {seen['triton']}"] if "gpu" in seen else []
     facts = [
+        *gpu,
         f"{seen['machine']}, {seen['cores']} cores, {seen['threads']} threads",
         versions,
         f"load average {seen['load_before']:.1f} before",

@@ -1,10 +1,13 @@
 """Timing: work done in turns, the warm-up apart, medians with their spread."""
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+
+from kv8.bench.clock import seconds_of
 
 
 @dataclass(frozen=True)
@@ -29,28 +32,23 @@ class Samples:
         return max(self.values)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long ``work`` takes once."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def in_turns(
     work: Mapping[str, Callable[[], object]],
     repeats: int,
     *,
     each_round: Callable[[], object] = lambda: None,
+    device: torch.device | None = None,
 ) -> dict[str, Samples]:
     """Return seconds of each piece of work.
 
     They take turns, so that a machine whose speed drifts favours none of them; the first round is
-    the warm-up and is not counted. ``each_round`` is called after every round.
+    the warm-up and is not counted. ``each_round`` is called after every round. The clock is that
+    of ``device``.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     for round_number in range(repeats + 1):
         for name, run in work.items():
-            elapsed = seconds_of(run)
+            elapsed = seconds_of(run, device)
             if round_number > 0:
                 seconds[name].append(elapsed)
         each_round()
