@@ -1,7 +1,8 @@
 """The operation set every attention backend implements."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +25,19 @@ class AttentionCall:
     softcap: float | None
     sinks: torch.Tensor | None
     window: int | None
+
+
+@runtime_checkable
+class ReservesWorkspace(Protocol):
+    """A backend that works in memory of its own, which it can make before steps are recorded."""
+
+    def reserve(
+        self, layers: Sequence[LayerAttention], max_sequences: int, max_context: int
+    ) -> int:
+        """Make it large enough for any decode batch of that size; return its bytes.
+
+        ``max_context`` is the most tokens that a block table has room for.
+        """
 
 
 class AttentionBackend(Protocol):

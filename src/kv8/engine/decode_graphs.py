@@ -94,6 +94,15 @@ class DecodeGraphs:
         self._replays[size]()
         return self._logits[:num_seqs]
 
+    def compare(self, size: int) -> float:
+        """Return the largest difference between logits played back and computed, of what the batch
+        holds: 0 where the device rounds alike both ways.
+        """
+        self._replays[size]()
+        played = self._logits[:size].clone()
+        self.compute(size)
+        return float((self._logits[:size] - played).abs().max())
+
     @torch.inference_mode()
     def compute(self, size: int) -> None:
         """Compute what the first ``size`` rows of the batch hold: the step that is recorded."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from kv8.attention.backend import ReservesWorkspace
 from kv8.engine.cuda_graph import CudaGraphCapture
 from kv8.engine.decode_graphs import Capture, DecodeGraphs, bucket_sizes
 from kv8.engine.devices import on_device
@@ -77,11 +78,15 @@ def max_sequences(config: ResolvedConfig) -> int:
 
 def make_graphs(runner: Runner, config: ResolvedConfig) -> DecodeGraphs:
     """Return graphs over buffers of the sizes that ``config`` needs, none recorded yet."""
-    layout = config.layout
+    layout, most = config.layout, max_sequences(config)
+    max_blocks = -(-config.max_model_len // layout.block_size)
+    if isinstance(runner.backend, ReservesWorkspace):
+        layers = list(runner.layers.values())
+        runner.backend.reserve(layers, most, max_blocks * layout.block_size)
     batch = StaticBatch(
-        max_sequences(config),
+        most,
         num_groups=len(layout.groups),
-        max_blocks=-(-config.max_model_len // layout.block_size),
+        max_blocks=max_blocks,
         block_size=layout.block_size,
         max_context=config.max_model_len,
         device=runner.model.device,

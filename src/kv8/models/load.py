@@ -78,6 +78,23 @@ def load_model(
     _account_for_every_tensor(folder, info)
     module.requires_grad_(False)
     module.eval().to(device)
+    return hook_model(module, geometry, verify=verify, fuse=fuse)
+
+
+def hook_model(
+    module: Any, geometry: ModelGeometry, *, verify: bool = True, fuse: bool = False
+) -> HookedModel:
+    """Return a model whose weights are where they should be, hooked and checked.
+
+    Args:
+        module: transformers' model, for evaluation, without gradients.
+        geometry: as for `load_model`, like the rest.
+        verify: likewise.
+        fuse: likewise.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served correctly.
+    """
     model = HookedModel(module, geometry)
     if fuse:
         fuse_model(model)

@@ -1,0 +1,152 @@
+"""Sections of a run: each within the time that is left, each failure recorded, JSON after each."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kv8.bench.roof import Roof
+
+# Returns what it found: plain data, with "passed" (true or false) and "rows" for the table.
+Body = Callable[["Context"], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the run.
+
+    Attributes:
+        body: does the work.
+        needs: seconds it takes at most, as far as is known; it is skipped if fewer are left.
+        title: what it is about, for people.
+    """
+
+    body: Body
+    needs: float
+    title: str
+
+
+@dataclass
+class Context:
+    """What sections share.
+
+    Attributes:
+        device: where to run.
+        dry: whether to run tiny shapes on the CPU.
+        deadline: when everything has to end, by `time.monotonic`.
+        roof: of `benchmarks.gpu.environment.roof_of`.
+    """
+
+    device: torch.device
+    dry: bool
+    deadline: float
+    roof: Roof | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+
+class Run:
+    """One run of the script.
+
+    Args:
+        folder: where results.json goes.
+        limit: seconds for everything.
+        dry: see `Context`.
+    """
+
+    def __init__(self, folder: Path, *, limit: float, dry: bool) -> None:
+        if not dry and not torch.cuda.is_available():
+            raise SystemExit("torch sees no GPU here. --dry-run runs everything tiny on the CPU.")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "results.json"
+        self._begin = time.monotonic()
+        device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
+        self._context = Context(device, dry, self._begin + limit)
+        self._sections: dict[str, dict[str, Any]] = {}
+        self._write()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every section ran and passed."""
+        return all(found["status"] == "passed" for found in self._sections.values())
+
+    def section(self, name: str, section: Section) -> None:
+        """Run one section and write what it found, or how it failed."""
+        left = self._context.seconds_left
+        begin = time.monotonic()
+        if left < section.needs:
+            found: dict[str, Any] = {
+                "status": "skipped",
+                "reason": f"it needs {section.needs:.0f} s and {left:.0f} s are left",
+            }
+        else:
+            found = self._run(section)
+        self._sections[name] = {
+            "title": section.title,
+            **found,
+            "seconds": time.monotonic() - begin,
+        }
+        self._write()
+        print(f"{name}: {found['status']} ({self._sections[name]['seconds']:.1f} s)", flush=True)
+        if found["status"] == "error":
+            print(found["traceback"], flush=True)
+
+    def _run(self, section: Section) -> dict[str, Any]:
+        try:
+            found = section.body(self._context)
+        except Exception as error:  # noqa: BLE001 - recorded; the other sections go on
+            return {
+                "status": "error",
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }
+        finally:
+            if self._context.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return {"status": "passed" if found.pop("passed") else "failed", **found}
+
+    def summary(self) -> str:
+        """Return every section in a line, and the table of figures with their goals."""
+        lines = [""]
+        for name, found in self._sections.items():
+            reason = found.get("reason") or found.get("error") or ""
+            lines.append(f"{found['status']:8} {name}  {reason}")
+        for found in self._sections.values():
+            lines += [_row_text(row) for row in found.get("rows", ())]
+        lines.append(f"{self._file} ({time.monotonic() - self._begin:.0f} s)")
+        return "\n".join(lines)
+
+    def _write(self) -> None:
+        content = {
+            "dry_run": self._context.dry,
+            "seconds": time.monotonic() - self._begin,
+            "sections": self._sections,
+        }
+        self._file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def row(
+    what: str, value: float, *, unit: str, goal: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return a row of the table; with a goal, at least which is wanted."""
+    made: dict[str, Any] = {"what": what, "value": value, "unit": unit}
+    if goal is not None:
+        made |= {"goal": goal, "met": value >= goal}
+    return made | more
+
+
+def _row_text(found: Mapping[str, Any]) -> str:
+    text = f"{found['what']}: {found['value']:,.4g} {found['unit']}"
+    if "goal" in found:
+        text += f"  (goal {found['goal']:g}: {'met' if found['met'] else 'MISSED'})"
+    if "note" in found:
+        text += f"  [{found['note']}]"
+    return text
