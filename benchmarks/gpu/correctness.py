@@ -1,7 +1,7 @@
 """Every kernel x format x head layout against the reference, on fresh random inputs.
 
 Most of the time goes to compiling kernels, on the CPU; so the cases are shared among processes,
-each with a context of its own on the GPU: one that dies of a bad address takes only its share along.
+each with its own context on the GPU: one that dies of a bad address takes only its share along.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tests import attention_cases as cases
-
 from benchmarks.gpu.cases import Check, all_checks, few_checks
 from benchmarks.gpu.sections import Context
+from tests import attention_cases as cases
+
 from kv8.attention.backend import AttentionBackend
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.layer import LayerCounters

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from benchmarks.gpu.random_model import SMALL, TINY, random_weights, write_folder
 from benchmarks.gpu.sections import Context
+
 from kv8.engine.devices import on_device
 from kv8.engine.engine import Engine
 from kv8.engine.recording import record_decoding

@@ -1,4 +1,4 @@
-"""Machine and versions, and how fast this GPU copies and multiplies: the roofs of everything else."""
+"""Machine, versions, and how fast this GPU copies and multiplies: the roofs of all the rest."""
 
 import importlib.util
 import platform
@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
-
 from benchmarks.gpu.sections import Context, row
+
 from kv8.bench.conditions import gpu_facts
 from kv8.bench.roof import Roof
 

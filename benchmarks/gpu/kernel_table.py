@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-
 from benchmarks.gpu.environment import roof_of
 from benchmarks.gpu.sections import Context, row
+
 from kv8.attention.backend import AttentionBackend
 from kv8.attention.layer import LayerAttention
 from kv8.attention.select import select_backend

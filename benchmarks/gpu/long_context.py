@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-
 from benchmarks.gpu.sections import Context
+
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape

@@ -13,10 +13,10 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-
 from benchmarks.gpu.environment import roof_of
 from benchmarks.gpu.random_model import LLAMA_8B, TINY, make_weights, random_weights, write_folder
 from benchmarks.gpu.sections import Context, row
+
 from kv8.bench.traffic import decode_bytes
 from kv8.bench.workload import Workload
 from kv8.engine.engine import Engine
