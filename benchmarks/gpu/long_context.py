@@ -18,8 +18,9 @@ from kv8.formats.encode import encode, torch_dtype
 
 _CONTEXT: Final = 65_536
 _QUERY_SIZE: Final = 0.05  # small queries, so weights are about equal
-# Of the output: rounding of weights (2^-9, or 2^-4 for FP8 ones, unbiased), and of the output.
-_TOLERANCES: Final = {"native": 2.0**-8, "fp8": 2.0**-7}
+# Rounding of the output to the query's type, and as much again for the weights, whose errors
+# cancel. In FP8 attention the reference has the same weights, but for a few at a boundary.
+_TOLERANCES: Final = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def body(context: Context) -> dict[str, Any]:
@@ -41,10 +42,12 @@ def body(context: Context) -> dict[str, Any]:
             scale = torch.full((shape.num_heads,), _QUERY_SIZE / 64, device=context.device)
             layer = replace(layer, q_scale=scale)
         batch, query = shape.batch(2, 1, tokens), shape.queries(2) * _QUERY_SIZE
+        # Over FP8 codes a float16 query: its output shows smaller errors than a bfloat16 one.
+        query = query if kv_format is BFLOAT16 else query.half()
         found = select_backend("triton", [layer]).attend(layer, query, batch, shape.call)
         expected = ReferenceBackend().attend(layer, query.float(), batch, shape.call)
         error = float(((found.float() - expected).abs() / expected.abs()).max())
-        tolerance = _TOLERANCES["fp8" if fp8_queries else "native"]
+        tolerance = _TOLERANCES[query.dtype]
         passed = passed and error <= tolerance
         name = f"{kv_format.name}, FP8 attention" if fp8_queries else kv_format.name
         results.append({"format": name, "relative_error": error, "tolerance": tolerance})
