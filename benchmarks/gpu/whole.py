@@ -29,6 +29,7 @@ from kv8.options import EngineOptions
 from kv8.sampling_params import SamplingParams
 
 _SHORT, _LONG = Workload(64, 1024, 48), Workload(32, 16_384, 24)
+_WARM_UP: Final = 8  # steps that do not count
 _DRY: Final = Workload(2, 24, 2)
 _GOALS: Final = {"roof": 0.6, "peer": 10.0, "fp8": 1.4}
 _PEER_RECORDED: Final = 278.0  # tok/s; transformers' generate_batch, 29 November 2026, one H200
@@ -108,9 +109,8 @@ def _engine(context: Context, model: Path, dtype: str) -> Engine:
         "max_num_batched_tokens": 64 if context.dry else 8192,
         "enable_prefix_caching": False,
     }
-    options["max_model_len"] = max(
-        work.longest(options["max_num_batched_tokens"]) for work in works
-    )
+    longest = max(work.longest(options["max_num_batched_tokens"]) for work in works)
+    options["max_model_len"] = longest + _WARM_UP
     if context.dry:
         options["kv_cache_memory"] = "1MiB"
     with random_weights(seed=1):
@@ -146,7 +146,7 @@ def _decode(
         ):
             _step(engine)
     prefilled = time.perf_counter() - begin
-    for _ in range(1 if context.dry else 4):  # the warm-up
+    for _ in range(1 if context.dry else _WARM_UP):
         _step(engine)
     steps = []
     for _ in range(work.steps):
