@@ -71,6 +71,7 @@ def _decode(context: Context, sequences: int, tokens: int) -> list[dict[str, Any
         ) -> torch.Tensor:
             return backend.attend(layer, query, batch, shape.call)
 
+        # What one call reads is many times what the L2 cache holds.
         taken = seconds[name] = _measure(context, recorded(attend, context.device))
         speed = values * kv_format.bytes_per_value / taken.median
         what = f"decode {sequences} x {tokens:,}, {name}"

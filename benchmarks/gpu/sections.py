@@ -111,6 +111,10 @@ class Run:
         finally:
             if self._context.device.type == "cuda":
                 torch.cuda.empty_cache()
+        if self._context.dry:  # figures of an interpreter are held to no goal
+            for each in found.get("rows", ()):
+                each.pop("goal", None)
+                each.pop("met", None)
         return {"status": "passed" if found.pop("passed") else "failed", **found}
 
     def summary(self) -> str:

@@ -89,6 +89,11 @@ class Conditions:
         self.warnings = busy_warnings(self.facts["load_before"], share, cores)
 
 
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of a GPU's L2 cache; 0 if torch does not know."""
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+
+
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """Return what a figure measured on a GPU depends on."""
     properties = torch.cuda.get_device_properties(device)
@@ -96,7 +101,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
         "gpu_processors": properties.multi_processor_count,
-        "gpu_l2_bytes": properties.L2_cache_size,
+        "gpu_l2_bytes": l2_bytes(device),
         "gpu_capability": list(torch.cuda.get_device_capability(device)),
         "cuda": torch.version.cuda,
         "triton": _version("triton"),

@@ -18,7 +18,7 @@ from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
 from kv8.bench.clock import recorded
-from kv8.bench.conditions import Conditions
+from kv8.bench.conditions import Conditions, l2_bytes
 from kv8.bench.phases import short_name
 from kv8.bench.report import Report
 from kv8.bench.roof import Roof
@@ -191,11 +191,10 @@ class KernelBench:
         """Warn where codes may wait in a GPU's L2 cache from one round to the next."""
         if self.device.type != "cuda":
             return
-        l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
-        if fp8_bytes < _TIMES_L2 * l2_bytes:
+        if fp8_bytes < _TIMES_L2 * l2_bytes(self.device):
             self.report.warnings.append(
                 f"The FP8 codes of all layers are {format_bytes(fp8_bytes)}, less than {_TIMES_L2} "
-                f"times the GPU's L2 cache ({format_bytes(l2_bytes)}): decoding may read them from "
+                f"times the GPU's L2 cache ({format_bytes(l2_bytes(self.device))}): decoding may read them from "
                 f"there. Give more --tokens or --layers."
             )
 
