@@ -46,14 +46,14 @@ class Setup:
 
     def __init__(self, context: Context, model: Path) -> None:
         self.dry, self.device, self._model = context.dry, context.device, model
-        self._lengths = (3, 9) if context.dry else (3, 65, 17, 300, 1, 129, 40, 700)
-        self._num_new = 3 if context.dry else 24
+        self._lengths = (2, 5) if context.dry else (3, 65, 17, 300, 1, 129, 40, 700)
+        self._num_new = 4 if context.dry else 24
         self._vocab_size = (TINY if context.dry else SMALL)["vocab_size"]
 
     @contextmanager
     def engine(self, *, seed: int = 1, **options: Any) -> Iterator[Engine]:
         """Start an engine, recorded unless ``enforce_eager`` is given."""
-        sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 32}
+        sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 12}
         common = {
             "model": str(self._model),
             "attention_backend": "triton",
@@ -127,7 +127,7 @@ def _graph_is_eager(setup: Setup, options: dict[str, Any]) -> dict[str, Any]:
 
 def _changed_scales(setup: Setup) -> dict[str, Any]:
     """Scales changed after recording: the tokens are those of an engine that started with them."""
-    layers = 2 if setup.dry else 4
+    layers = 1 if setup.dry else 4
     scales = {layer: {"k": 0.3, "v": 0.002} for layer in range(layers)}
     options = {"kv_cache_dtype": "fp8", "dtype": "float32"}
     with setup.engine(**options) as engine:

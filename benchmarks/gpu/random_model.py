@@ -32,7 +32,7 @@ SMALL: Final[dict[str, Any]] = LLAMA_8B | {
     "max_position_embeddings": 4096,
 }  # fmt: skip
 TINY: Final[dict[str, Any]] = SMALL | {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
 }  # fmt: skip
 

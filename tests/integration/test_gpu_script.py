@@ -8,30 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import plan
+from benchmarks.gpu.sections import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("environment", "correctness", "long_context", "engines", "kernels", "whole_engine")
 
 
-def run(folder: Path, *words: str) -> tuple[int, str]:
-    """Return exit code and output of benchmarks/gpu.sh."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)  # the script sets it
-    result = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", folder, *words],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
-    )  # fmt: skip
-    return result.returncode, result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what a dry run wrote; it passed."""
+    pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("gpu")
-    code, output = run(folder, "--dry-run")
-    assert code == 0, output
+    code = program.main(["--dry-run", "--out", str(folder)])
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    assert code == 0, found
     return found
 
 
@@ -58,33 +51,33 @@ def test_the_table_has_every_figure_of_the_plan(dry: dict[str, Any]) -> None:
                    for row in found.get("rows", ()))  # fmt: skip
 
 
-def test_a_section_that_breaks_is_recorded_and_hides_nothing(tmp_path: Path) -> None:
+def test_a_section_that_breaks_is_recorded_and_hides_nothing(tmp_path: Path, monkeypatch) -> None:
     """The traceback is in the JSON, the sections after it run, and the exit code says so."""
-    program = (
-        "import sys; from benchmarks.gpu import plan, __main__ as program;"
-        "from benchmarks.gpu.sections import Section;"
-        "plan.SECTIONS.clear();"
-        "plan.SECTIONS.update(broken=Section(lambda c: 1 / 0, 0, ''),"
-        " late=Section(lambda c: {}, 1e9, ''), fine=Section(lambda c: {'passed': True}, 0, ''));"
-        f"sys.exit(program.main(['--dry-run', '--out', {str(tmp_path)!r}]))"
-    )
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-    result = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert result.returncode == 1, result.stderr
+    sections = {
+        "broken": Section(lambda _: {"passed": 1 / 0}, 0, ""),
+        "late": Section(lambda _: {"passed": True}, 1e9, ""),
+        "wrong": Section(lambda _: {"passed": False, "rows": []}, 0, ""),
+        "fine": Section(lambda _: {"passed": True}, 0, ""),
+    }
+    monkeypatch.setattr(plan, "SECTIONS", sections)
+    assert program.main(["--dry-run", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "results.json").read_text())["sections"]
-    assert [each["status"] for each in found.values()] == ["error", "skipped", "passed"]
+    assert [each["status"] for each in found.values()] == ["error", "skipped", "failed", "passed"]
     assert "ZeroDivisionError" in found["broken"]["traceback"]
-    assert "seconds" in found["late"] and "left" in found["late"]["reason"]
+    assert "left" in found["late"]["reason"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    import torch
+    with pytest.raises(SystemExit, match="torch sees no GPU here"):
+        program.main(["--out", str(tmp_path)])
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    code, output = run(tmp_path)
-    assert code == 1
-    assert "torch sees no GPU here" in output
+
+def test_the_script_takes_a_folder_and_options(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [ROOT / "benchmarks" / "gpu.sh", tmp_path / "results", "--dry-run", "--only", "nothing"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHON": sys.executable},
+    )  # fmt: skip
+    assert "no section ['nothing']. Sections: environment, correctness" in result.stderr
+    assert result.returncode == 1

@@ -26,7 +26,7 @@ def seconds_of(work: Work, device: torch.device | None = None) -> float:
     begin, end = (make_event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     with torch.cuda.device(device):
-        torch.cuda._sleep(_HEAD_START)
+        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()

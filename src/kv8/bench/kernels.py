@@ -191,10 +191,11 @@ class KernelBench:
         """Warn where codes may wait in a GPU's L2 cache from one round to the next."""
         if self.device.type != "cuda":
             return
-        if fp8_bytes < _TIMES_L2 * l2_bytes(self.device):
+        cache = l2_bytes(self.device)
+        if fp8_bytes < _TIMES_L2 * cache:
             self.report.warnings.append(
                 f"The FP8 codes of all layers are {format_bytes(fp8_bytes)}, less than {_TIMES_L2} "
-                f"times the GPU's L2 cache ({format_bytes(l2_bytes(self.device))}): decoding may read them from "
+                f"times the GPU's L2 cache ({format_bytes(cache)}): decoding may read them from "
                 f"there. Give more --tokens or --layers."
             )
 
