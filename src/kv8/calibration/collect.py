@@ -198,7 +198,8 @@ def _most_tokens(model: HookedModel, config: ResolvedConfig) -> int:
     bit, are worth the half of the speed that it costs.
     """
     most = config.options.max_num_batched_tokens
-    return most if model.fusion is None else min(most, MOST_ROWS)
+    native = model.fusion is not None and model.device.type == "cpu"
+    return min(most, MOST_ROWS) if native else most
 
 
 def _unquantized(config: ResolvedConfig, longest: int, batch_size: int) -> ResolvedConfig:

@@ -136,7 +136,7 @@ def read_norm(module: nn.Module) -> Norm | None:
     if weight is None or weight.dim() != 1:
         return None
     generator = torch.Generator().manual_seed(8)
-    trial = copy.deepcopy(module).to(torch.bfloat16)
+    trial = copy.deepcopy(module).to("cpu", torch.bfloat16)
     # Rows of very different size: in the small ones epsilon counts.
     sizes = torch.logspace(-4, 2, _PROBE_ROWS)[:, None]
     x = (torch.randn(_PROBE_ROWS, len(weight), generator=generator) * sizes).to(torch.bfloat16)
@@ -185,7 +185,9 @@ def _pick(children: dict[str, nn.Module], names: tuple[str, ...]) -> tuple[nn.Li
 
 def is_plain_linear(module: Any) -> bool:
     """Whether a module is a linear layer, nothing less and nothing more, that kernels can take."""
-    return type(module) is nn.Linear and can_multiply(module.weight)
+    if type(module) is not nn.Linear:
+        return False
+    return module.weight.device.type != "cpu" or can_multiply(module.weight)
 
 
 def _own_tensors(module: nn.Module) -> bool:

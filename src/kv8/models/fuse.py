@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from kv8.attention.backend import AttentionCall
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
@@ -22,7 +24,7 @@ from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
 from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
 from kv8.models.hook import HookedModel
-from kv8.models.interface import BINDING
+from kv8.models.interface import BINDING, LayerBinding
 from kv8.models.layer_chain import LayerChain, prove_chains
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.weight_memory import WeightMemory, gather, room_for
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
+    """A decoder layer of the usual structure: its number, its module, and what is in it."""
+
     number: int
     layer: nn.Module
     parts: DecoderParts
@@ -130,7 +134,7 @@ def _fuse_layers(
     model: HookedModel, fusion: Fusion, kernels: CpuKernels, workspace: Workspace
 ) -> tuple[list[_Fused], set[nn.Module]]:
     """Replace decoder layers; return them, and the modules that they no longer call."""
-    candidates = _find_candidates(model)
+    candidates = find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
     memory = WeightMemory(sum(_weight_bytes(c.parts) for c in candidates), kernels)
     rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
@@ -138,11 +142,13 @@ def _fuse_layers(
     fused: list[_Fused] = []
     for candidate in candidates:
         probe = probes.get(candidate.number)
-        if probe is None or probe.call.sinks is not None or not _one_dtype(candidate, probe):
+        if probe is None or probe.call.sinks is not None or not one_dtype(candidate, probe):
             continue
-        kind = _kind(candidate, probe)
+        kind = layer_kind(candidate, probe)
         if kind not in rotations:
-            rotations[kind] = proven_rotation(model, candidate.layer, probe, kernels)
+            rotations[kind] = proven_rotation(
+                model, candidate.layer, probe, partial(_forward_of, kernels)
+            )
         rotates = rotations[kind]
         if rotates is None:
             continue
@@ -162,6 +168,18 @@ def _fuse_layers(
             if known_mlp or not _is_inside(module, candidate.parts.mlp):
                 taken.add(module)
     return fused, taken
+
+
+def _forward_of(
+    kernels: CpuKernels,
+    parts: DecoderParts,
+    binding: LayerBinding,
+    call: AttentionCall,
+    rotates: bool,
+) -> Callable[..., torch.Tensor]:
+    """Return what stands in for a layer's ``forward``, with a workspace of its own."""
+    operations = LayerOperations(parts, binding, call, rotates=rotates, kernels=kernels)
+    return FusedLayer(operations, Workspace(parts.output.weight.dtype)).forward
 
 
 def _chain_layers(layers: Sequence[_Fused], kernels: CpuKernels) -> list[LayerChain]:
@@ -194,7 +212,8 @@ def _apart(parameters: Sequence[nn.Parameter], module: nn.Module) -> list[nn.Par
     return [parameter for parameter in parameters if uses[parameter.data_ptr()] == 1]
 
 
-def _find_candidates(model: HookedModel) -> list[_Candidate]:
+def find_candidates(model: HookedModel) -> list[Candidate]:
+    """Return the decoder layers of the usual structure that store keys and values of their own."""
     parents = {child: parent for parent in model.module.modules() for child in parent.children()}
     candidates = []
     for number, attention in model.attention_modules.items():
@@ -206,11 +225,11 @@ def _find_candidates(model: HookedModel) -> list[_Candidate]:
             heads = geometry.num_heads + 2 * geometry.num_kv_heads
             width = sum(linear.out_features for linear in merged)
             if geometry.owns_kv and width == heads * geometry.head_dim:
-                candidates.append(_Candidate(number, layer, parts))
+                candidates.append(Candidate(number, layer, parts))
     return candidates
 
 
-def _one_dtype(candidate: _Candidate, probe: LayerProbe) -> bool:
+def one_dtype(candidate: Candidate, probe: LayerProbe) -> bool:
     """Whether all that a layer computes with is of one type; angles may be float32."""
     dtype = probe.x.dtype
     angles = probe.keywords.get("position_embeddings") or ()
@@ -219,7 +238,7 @@ def _one_dtype(candidate: _Candidate, probe: LayerProbe) -> bool:
     )
 
 
-def _kind(candidate: _Candidate, probe: LayerProbe) -> Any:
+def layer_kind(candidate: Candidate, probe: LayerProbe) -> Any:
     """Return what layers must have in common for one's proof to hold for another.
 
     The classes of their modules, the shapes of their weights, and every plain attribute, apart

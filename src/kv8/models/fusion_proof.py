@@ -8,7 +8,7 @@ narrower types round, the fused layer rounds at the same places.
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,11 @@ from kv8.attention.layer import LayerAttention
 from kv8.attention.reference import ReferenceBackend
 from kv8.errors import KV8Error
 from kv8.formats.base import FORMATS
-from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import MOST_ROWS
-from kv8.models.decoder_parts import read_layer
-from kv8.models.fused_layer import FusedLayer
+from kv8.models.decoder_parts import DecoderParts, read_layer
 from kv8.models.hook import HookedModel
-from kv8.models.interface import BINDING
-from kv8.models.layer_operations import LayerOperations
+from kv8.models.interface import BINDING, LayerBinding
 from kv8.models.probe import probe_batch, probe_layer, probe_sequences
-from kv8.models.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +34,10 @@ logger = logging.getLogger(__name__)
 _TOLERANCE, _ROUNDING = 1e-4, 1e-6
 _FEW_ROWS = 5
 _ERRORS = (KV8Error, TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+
+
+# From a layer's parts, its binding, what its attention asks for, and whether it rotates.
+MakeForward = Callable[[DecoderParts, LayerBinding, AttentionCall, bool], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -108,16 +108,24 @@ def _run_once(model: HookedModel, backend: ReferenceBackend) -> None:
         layers[geometry.layer] = probe_layer(
             geometry, sequence.length, model.device, kv_format=kv_format, owner=owner
         )
-    lengths = [sequence.length]
+    lengths, rows = [sequence.length], torch.zeros(1, dtype=torch.int64, device=model.device)
     with model.bound(probe_batch(lengths, lengths, lengths, model.device), layers, backend):
-        model.forward(sequence.token_ids, sequence.positions, torch.zeros(1, dtype=torch.int64))
+        model.forward(sequence.token_ids, sequence.positions, rows)
 
 
 @torch.no_grad()
 def proven_rotation(
-    model: HookedModel, layer: nn.Module, probe: LayerProbe, kernels: CpuKernels
+    model: HookedModel,
+    layer: nn.Module,
+    probe: LayerProbe,
+    make_forward: MakeForward,
+    num_rows: Sequence[int] = (_FEW_ROWS, MOST_ROWS + 1),
 ) -> bool | None:
-    """Prove a layer; return whether its queries and keys rotate, or `None` if nothing is proven."""
+    """Prove a layer; return whether its queries and keys rotate, or `None` if nothing is proven.
+
+    ``make_forward`` returns what is to stand in for the ``forward`` of such a layer. It is tried
+    on each of ``num_rows``.
+    """
     config = getattr(model.module, "config", None)
     number = None
     try:
@@ -127,7 +135,9 @@ def proven_rotation(
         kept = {id(scope): scope, id(config): config}
         exact = copy.deepcopy(layer, kept).float()
         for rotates in (True, False):
-            number, difference = _worst_difference(model, exact, probe, kernels, rotates=rotates)
+            number, difference = _worst_difference(
+                model, exact, probe, make_forward, num_rows, rotates=rotates
+            )
             if difference <= 1.0:
                 return rotates
         logger.debug("Layer %s computes something else than it seems to; it is not fused", number)
@@ -140,7 +150,8 @@ def _worst_difference(
     model: HookedModel,
     exact: nn.Module,
     probe: LayerProbe,
-    kernels: CpuKernels,
+    make_forward: MakeForward,
+    row_counts: Sequence[int],
     *,
     rotates: bool,
 ) -> tuple[int, float]:
@@ -151,9 +162,8 @@ def _worst_difference(
     plain = type(exact).forward
     worst = 0.0
     length = probe.x.shape[1]
-    workspace = Workspace(torch.float32)
-    for num_rows in (_FEW_ROWS, MOST_ROWS + 1):
-        rows = torch.arange(num_rows) % length
+    for num_rows in row_counts:
+        rows = torch.arange(num_rows, device=probe.x.device) % length
         x = _take(probe.x, rows, length)
         keywords = {key: _take(value, rows, length) for key, value in probe.keywords.items()}
 
@@ -166,8 +176,7 @@ def _worst_difference(
             return output
 
         expected = run(lambda x, **keywords: plain(exact, x, **keywords))
-        operations = LayerOperations(parts, binding, probe.call, rotates=rotates, kernels=kernels)
-        found = run(FusedLayer(operations, workspace).forward)
+        found = run(make_forward(parts, binding, probe.call, rotates))
         allowed = _TOLERANCE * (expected - x).norm(dim=-1) + _ROUNDING * x.norm(dim=-1)
         ratio = float(((found - expected).norm(dim=-1) / allowed).nan_to_num(torch.inf).max())
         worst = max(worst, ratio)

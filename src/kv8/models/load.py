@@ -18,6 +18,7 @@ from kv8.geometry import ModelGeometry
 from kv8.models.config import first_line, model_class, read_config_json, text_config
 from kv8.models.fp8_weights import expand_fp8_weights
 from kv8.models.fuse import fuse_model
+from kv8.models.fuse_gpu import fuse_gpu_model
 from kv8.models.hook import HookedModel
 from kv8.models.interface import INTERFACE_NAME
 from kv8.models.source import ModelSource
@@ -96,8 +97,10 @@ def hook_model(
         UnsupportedModelError: the model cannot be served correctly.
     """
     model = HookedModel(module, geometry)
-    if fuse:
+    if fuse and model.device.type == "cpu":
         fuse_model(model)
+    elif fuse:
+        fuse_gpu_model(model)
     if verify:
         _verify(model)
     return model

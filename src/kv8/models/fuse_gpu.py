@@ -1,0 +1,78 @@
+"""Lets Triton kernels compute what lies between the products of a model on a GPU, proven first.
+
+As `kv8.models.fuse` does on a CPU: decoder layers of the usual structure are replaced whole, each
+kind after a float32 copy of one gave the same through its own code and through the kernels; norms
+elsewhere one by one. All else stays transformers' own code.
+"""
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from kv8.attention.checks import FLOAT_DTYPES
+from kv8.models.decoder_parts import read_norm
+from kv8.models.fuse import Fusion, find_candidates, layer_kind, one_dtype
+from kv8.models.fusion_proof import probe_layers, proven_rotation
+from kv8.models.hook import HookedModel
+from kv8.models.interface import BINDING
+
+logger = logging.getLogger(__name__)
+
+_PROBE_ROWS = 5  # the kernels do the same for any number
+
+
+def fuse_gpu_model(model: HookedModel) -> None:
+    """Replace what can be replaced in ``model``, and say in the log what was.
+
+    Does nothing where Triton is not installed.
+    """
+    if model.dtype not in FLOAT_DTYPES:
+        return
+    try:
+        from kv8.models.fused_gpu_layer import FusedGpuLayer, FusedGpuNorm
+    except ImportError as error:
+        logger.debug("The model computes as transformers wrote it: %s", error)
+        return
+    fusion = Fusion()
+    taken: set[nn.Module] = set()
+    candidates = find_candidates(model)
+    probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
+    rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
+    for candidate in candidates:
+        probe = probes.get(candidate.number)
+        if probe is None or probe.call.sinks is not None or not one_dtype(candidate, probe):
+            continue
+        kind = layer_kind(candidate, probe)
+        if kind not in rotations:
+            rotations[kind] = proven_rotation(
+                model,
+                candidate.layer,
+                probe,
+                lambda parts, binding, call, rotates: (
+                    FusedGpuLayer(parts, binding, call, rotates=rotates).forward
+                ),
+                num_rows=(_PROBE_ROWS,),
+            )
+        rotates = rotations[kind]
+        if rotates is None:
+            continue
+        binding = getattr(candidate.parts.attention, BINDING)
+        layer = FusedGpuLayer(candidate.parts, binding, probe.call, rotates=rotates)
+        fusion.replace(candidate.layer, layer.forward)
+        taken.update(candidate.layer.modules())
+    num_layers, num_norms = len({c.layer for c in candidates} & taken), 0
+    for module in model.module.modules():
+        norm = None if module in taken else read_norm(module)
+        if norm is not None:
+            fusion.replace(module, FusedGpuNorm(norm).forward)
+            num_norms += 1
+    fusion.enable()
+    model.fusion = fusion
+    logger.info(
+        "Triton kernels compute what lies between the products of %d of %d decoder layers, and %d "
+        "other norms",
+        num_layers,
+        len(model.attention_modules),
+        num_norms,
+    )

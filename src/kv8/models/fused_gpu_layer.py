@@ -1,0 +1,114 @@
+"""A decoder layer on a GPU in a third of the launches: what lies between its products is fused.
+
+In decoding, the many small operations of a layer (a norm alone is six) take as long as its products
+do. Products are torch's own, over the weights as they are: merging them would need them twice for a
+moment, and gains little where a graph starts them.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from kv8.attention.backend import AttentionCall
+from kv8.kernels.triton_layer import add_and_norm, gated, norm_rows, rotate
+from kv8.models.decoder_parts import DecoderParts, Norm
+from kv8.models.interface import LayerBinding, store_and_attend
+from kv8.models.layer_operations import angles
+
+
+class FusedGpuLayer:
+    """Stands in for one decoder layer's ``forward``.
+
+    Args:
+        parts: of the layer.
+        binding: of its attention module.
+        call: what its attention asks for; it must not bring sinks.
+        rotates: whether queries and keys get the rotary embedding.
+    """
+
+    def __init__(
+        self, parts: DecoderParts, binding: LayerBinding, call: AttentionCall, *, rotates: bool
+    ) -> None:
+        assert call.sinks is None, "sinks are weights: a call made once would keep old ones"
+        self._parts, self._binding, self._call, self._rotates = parts, binding, call, rotates
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        """Return the layer's output, [1, T, C] like ``hidden_states``.
+
+        Raises:
+            UnsupportedModelError: the model brings an attention mask of its own.
+        """
+        if keywords.get("attention_mask") is not None:
+            raise self._binding.refuse("brings an attention mask of its own")
+        parts, x = self._parts, hidden_states[0].contiguous()
+        mixed = self._attend(_norm(parts.before_attention, x), keywords)
+        mixed = _norm(parts.after_attention, linear(mixed, parts.output.weight, parts.output.bias))
+        norm = parts.before_mlp
+        if norm is None:
+            x = normed = self._add(mixed, x)
+        else:
+            x, normed = add_and_norm(
+                mixed, x, norm.weight, norm.epsilon, norm.order, parts.multiplier
+            )
+        return self._add(_norm(parts.after_mlp, self._mlp(normed)), x).unsqueeze(0)
+
+    def _attend(self, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+        """Return attention [T, H * D] of normed rows [T, C]."""
+        parts, geometry = self._parts, self._binding.geometry
+        sizes = [n * geometry.head_dim for n in (geometry.num_heads, *[geometry.num_kv_heads] * 2)]
+        q, k, v = _project(x, parts.qkv, sizes)
+        q, k = _norm(parts.q_norm, q), _norm(parts.k_norm, k)
+        if self._rotates:
+            tables = [angles(table) for table in keywords["position_embeddings"]]
+            for side in (q, k):
+                rotate(side, geometry.head_dim, *tables)
+        q, k, v = (side.view(len(side), -1, geometry.head_dim) for side in (q, k, v))
+        return store_and_attend(self._binding, q, k, v, self._call).flatten(1)
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._parts
+        if parts.down is None:
+            output: torch.Tensor = parts.mlp(x.unsqueeze(0))
+            return output[0]
+        size = parts.down.in_features
+        gate, up = _project(x, parts.gate_up, [size, size])
+        return linear(gated(gate, up, parts.activation), parts.down.weight, parts.down.bias)
+
+    def _add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        multiplier = self._parts.multiplier
+        return residual + (x if multiplier == 1.0 else x * multiplier)
+
+
+class FusedGpuNorm:
+    """Stands in for a root mean square norm's ``forward``."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+        self._original = type(norm.module).forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [..., D], normed."""
+        if x.dtype != self._norm.weight.dtype or x.numel() == 0:
+            output: torch.Tensor = self._original(self._norm.module, x)
+            return output
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        normed = norm_rows(rows, self._norm.weight, self._norm.epsilon, self._norm.order)
+        return normed.view(x.shape)
+
+
+def _norm(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm_rows(x, norm.weight, norm.epsilon, norm.order)
+
+
+def _project(
+    x: torch.Tensor, linears: Sequence[torch.nn.Linear], sizes: Sequence[int]
+) -> Sequence[torch.Tensor]:
+    """Return the projections of ``x``, one of each size: of a layer each, or of one for all."""
+    products = [linear(x, layer.weight, layer.bias) for layer in linears]
+    if len(products) > 1:
+        return products
+    ends = list(accumulate(sizes))
+    return [products[0][:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
