@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kv8.geometry import ModelGeometry
+from kv8.models.fuse_gpu import fuse_gpu_model
 from kv8.models.hook import HookedModel
 from kv8.models.load import hook_model
 
@@ -80,7 +81,12 @@ def random_weights(seed: int) -> Iterator[None]:
         fuse: bool = False,
     ) -> HookedModel:
         module = make_weights(config, getattr(torch, dtype), device, seed)
-        return hook_model(module, geometry, fuse=fuse)
+        if device.type != "cpu":
+            return hook_model(module, geometry, fuse=fuse)
+        model = hook_model(module, geometry, verify=False)  # a dry run, which takes a GPU's way
+        if fuse:
+            fuse_gpu_model(model)
+        return model
 
     with mock.patch("kv8.engine.engine.load_model", load):
         yield
