@@ -30,7 +30,7 @@ from kv8.sampling_params import SamplingParams
 
 _SHORT, _LONG = Workload(64, 1024, 48), Workload(32, 16_384, 24)
 _WARM_UP: Final = 8  # steps that do not count
-_DRY: Final = Workload(2, 10, 1)
+_DRY: Final = Workload(1, 4, 1)
 _GOALS: Final = {"roof": 0.6, "peer": 10.0, "fp8": 1.4}
 _PEER_RECORDED: Final = 278.0  # tok/s; transformers' generate_batch, 29 November 2026, one H200
 _PEER_NEEDS: Final = 75.0  # seconds, for its own model and its warm-up
@@ -106,7 +106,7 @@ def _engine(context: Context, model: Path, dtype: str) -> Engine:
         "attention_backend": "triton",
         "device": str(context.device),
         "max_num_seqs": max(work.sequences for work in works),
-        "max_num_batched_tokens": 64 if context.dry else 8192,
+        "max_num_batched_tokens": 8 if context.dry else 8192,
         "enable_prefix_caching": False,
     }
     longest = max(work.longest(options["max_num_batched_tokens"]) for work in works)

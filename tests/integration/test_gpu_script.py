@@ -75,9 +75,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 def test_the_script_takes_a_folder_and_options(tmp_path: Path) -> None:
     result = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", tmp_path / "results", "--dry-run", "--only", "nothing"],
+        [ROOT / "benchmarks" / "gpu.sh", tmp_path / "results", "--help"],
         capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHON": sys.executable},
     )  # fmt: skip
-    assert "no section ['nothing']. Sections: environment, correctness" in result.stderr
-    assert result.returncode == 1
+    assert result.returncode == 0, result.stderr
+    assert "--dry-run" in result.stdout
