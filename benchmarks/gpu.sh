@@ -10,4 +10,4 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-${OUT:-gpu_results}}
 export PYTHONPATH=src:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec "${PYTHON:-python3}" -m benchmarks.gpu --out "$folder" "${@:2}"
+exec timeout --kill-after=5 235 "${PYTHON:-python3}" -m benchmarks.gpu --out "$folder" "${@:2}"

@@ -7,6 +7,7 @@ section, so it is there and whole whatever ends the program.
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="run every section on the CPU, tiny, kernels in Triton's interpreter; figures mean "
         "nothing then",
     )
+    parser.add_argument(
+        "--goes-on", action="store_true", help="keep the sections that results.json has already"
+    )
     return parser.parse_args(words)
 
 
@@ -37,12 +41,24 @@ def main(words: list[str]) -> int:
     unknown = set(options.only) - SECTIONS.keys()
     if unknown:
         sys.exit(f"--only: no section {sorted(unknown)}. Sections: {', '.join(SECTIONS)}.")
-    run = Run(options.out, limit=options.limit, dry=options.dry_run)
-    for name, section in SECTIONS.items():
-        if not options.only or name in options.only:
-            run.section(name, section)
+    run = Run(options.out, limit=options.limit, dry=options.dry_run, goes_on=options.goes_on)
+    names = [name for name in SECTIONS if not options.only or name in options.only]
+    for number, name in enumerate(names):
+        run.section(name, SECTIONS[name])
+        if number + 1 < len(names) and not run.gpu_answers():
+            return _go_on(options, names[number + 1 :], run.seconds_left)
     print(run.summary())
     return 0 if run.passed else 1
+
+
+def _go_on(options: argparse.Namespace, names: list[str], seconds: float) -> int:
+    """Run the other sections in a new process: this one's GPU context is lost to an error."""
+    print(
+        "The GPU no longer answers this process; the other sections run in a new one.", flush=True
+    )
+    words = ["--out", str(options.out), "--limit", f"{seconds:.0f}", "--goes-on", "--only", *names]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    return subprocess.run(command + ["--dry-run"] * options.dry_run, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -68,8 +68,11 @@ def make_weights(config: Any, dtype: torch.dtype, device: torch.device, seed: in
 
 
 @contextmanager
-def random_weights(seed: int) -> Iterator[None]:
-    """Let engines that start inside the ``with`` block make their weights instead of reading."""
+def random_weights(seed: int, *, verify: bool = True) -> Iterator[None]:
+    """Let engines that start inside the ``with`` block make their weights instead of reading.
+
+    ``verify``: compare with transformers' own code at the start, as engines do.
+    """
 
     def load(
         _source: Any,
@@ -82,7 +85,7 @@ def random_weights(seed: int) -> Iterator[None]:
     ) -> HookedModel:
         module = make_weights(config, getattr(torch, dtype), device, seed)
         if device.type != "cpu":
-            return hook_model(module, geometry, fuse=fuse)
+            return hook_model(module, geometry, verify=verify, fuse=fuse)
         model = hook_model(module, geometry, verify=False)  # a dry run, which takes a GPU's way
         if fuse:
             fuse_gpu_model(model)

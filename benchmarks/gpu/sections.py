@@ -1,5 +1,6 @@
 """Sections of a run: each within the time that is left, each failure recorded, JSON after each."""
 
+import gc
 import json
 import time
 import traceback
@@ -60,9 +61,10 @@ class Run:
         folder: where results.json goes.
         limit: seconds for everything.
         dry: see `Context`.
+        goes_on: keep the sections that the folder's results.json has.
     """
 
-    def __init__(self, folder: Path, *, limit: float, dry: bool) -> None:
+    def __init__(self, folder: Path, *, limit: float, dry: bool, goes_on: bool = False) -> None:
         if not dry and not torch.cuda.is_available():
             raise SystemExit("torch sees no GPU here. --dry-run runs everything tiny on the CPU.")
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,12 +73,29 @@ class Run:
         device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
         self._context = Context(device, dry, self._begin + limit)
         self._sections: dict[str, dict[str, Any]] = {}
+        if goes_on:
+            self._sections = json.loads(self._file.read_text())["sections"]
         self._write()
 
     @property
     def passed(self) -> bool:
         """Whether every section ran and passed."""
         return all(found["status"] == "passed" for found in self._sections.values())
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the limit."""
+        return self._context.seconds_left
+
+    def gpu_answers(self) -> bool:
+        """Whether the GPU can still be used: after a bad address it cannot, in this process."""
+        if self._context.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._context.device)
+        except RuntimeError:
+            return False
+        return True
 
     def section(self, name: str, section: Section) -> None:
         """Run one section and write what it found, or how it failed."""
@@ -109,7 +128,8 @@ class Run:
                 "traceback": traceback.format_exc(),
             }
         finally:
-            if self._context.device.type == "cuda":
+            gc.collect()
+            if self.gpu_answers() and self._context.device.type == "cuda":
                 torch.cuda.empty_cache()
         if self._context.dry:  # figures of an interpreter are held to no goal
             for each in found.get("rows", ()):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import plan
-from benchmarks.gpu.sections import Section
+from benchmarks.gpu.sections import Run, Section
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("environment", "correctness", "long_context", "engines", "kernels", "whole_engine")
@@ -65,6 +65,25 @@ def test_a_section_that_breaks_is_recorded_and_hides_nothing(tmp_path: Path, mon
     assert [each["status"] for each in found.values()] == ["error", "skipped", "failed", "passed"]
     assert "ZeroDivisionError" in found["broken"]["traceback"]
     assert "left" in found["late"]["reason"]
+
+
+def test_a_lost_gpu_is_left_to_a_new_process(tmp_path: Path, monkeypatch) -> None:
+    """After a bad address a process can do nothing with a GPU; the sections left still run."""
+    passing = Section(lambda _: {"passed": True}, 0, "")
+    monkeypatch.setattr(plan, "SECTIONS", dict.fromkeys(("first", "second", "third"), passing))
+    monkeypatch.setattr(Run, "gpu_answers", lambda run: "second" not in run._sections)
+    commands = []
+
+    def start(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, program.main(command[3:]))
+
+    monkeypatch.setattr(program.subprocess, "run", start)
+    assert program.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    [words] = commands
+    assert words[words.index("--only") + 1 :] == ["third", "--dry-run"]
+    found = json.loads((tmp_path / "results.json").read_text())["sections"]
+    assert list(found) == ["first", "second", "third"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -62,7 +62,6 @@ def test_many_sequences_have_few_buckets_and_little_padding() -> None:
     ("family", "options"),
     [
         ("llama", {"kv_cache_dtype": "fp8", "block_size": 4}),
-        ("llama", {"kv_cache_dtype": "fp8", "query_dtype": "native"}),
         ("gemma3", {"kv_cache_dtype": "fp8_e5m2", "block_size": 4}),  # two groups, a window
         ("gemma2", {"kv_cache_dtype": "auto", "block_size": 4}),  # softcap
         ("gpt_oss", {"kv_cache_dtype": "fp8", "block_size": 8}),  # sinks
