@@ -22,6 +22,7 @@ from kv8.engine.recording import (
     make_graphs,
     max_sequences,
     record,
+    why_not_recordable,
     why_not_recorded,
 )
 from kv8.engine.resolve import ResolvedConfig, useful_cache_memory, with_cache_memory
@@ -173,6 +174,8 @@ def _measure_graphs(
     sizes = bucket_sizes(max_sequences(config))
     free = [meter.free()]
     graphs = make_graphs(runner, config)
+    if why_not_recordable(graphs, max(sizes)) is not None:
+        return 0
     for size in sizes[-1:-3:-1]:
         record(graphs, (size,), capture)
         free.append(meter.free())

@@ -46,13 +46,9 @@ def record_decoding(
             return _with_decision(config, "off", reason)
         sizes = bucket_sizes(max_sequences(config))
         graphs = make_graphs(runner, config)
-        found = host_reads(partial(graphs.compute, max(sizes)))
-        if found:
-            return _with_decision(
-                config,
-                "off",
-                f"inside a step the model makes the host wait for the GPU ({', '.join(found)})",
-            )
+        reason = why_not_recordable(graphs, max(sizes))
+        if reason is not None:
+            return _with_decision(config, "off", reason)
         record(graphs, sizes, make_capture(device))
     runner.graphs = graphs
     return _with_decision(
@@ -69,6 +65,14 @@ def why_not_recorded(runner: Runner, config: ResolvedConfig) -> str | None:
     if not runner.backend.capturable:
         return f"the {runner.backend.name} backend looks at lengths on the host"
     return None
+
+
+def why_not_recordable(graphs: DecodeGraphs, size: int) -> str | None:
+    """Compute a step of ``size`` sequences; return what in it a graph cannot hold, if anything."""
+    found = host_reads(partial(graphs.compute, size))
+    if not found:
+        return None
+    return f"inside a step the model makes the host wait for the GPU ({', '.join(found)})"
 
 
 def max_sequences(config: ResolvedConfig) -> int:

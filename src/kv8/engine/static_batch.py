@@ -12,7 +12,7 @@ import torch
 
 from kv8.attention.batch import AttentionBatch
 from kv8.engine.step_input import StepInput
-from kv8.engine.upload import pack, unpack
+from kv8.engine.upload import send, unpack
 
 
 class StaticBatch:
@@ -46,7 +46,7 @@ class StaticBatch:
         self.max_seqs, self._num_groups = max_seqs, num_groups
         self._block_size, self._max_context = block_size, max_context
         padding = self._padding()
-        self._packed = pack(padding).to(device)
+        self._packed = send(padding, device)
         fields = unpack(self._packed, padding)
         self.input_ids, self.positions, self._context_lens, self._table_rows, self._slots = fields
         self._tables = torch.zeros(
@@ -86,7 +86,7 @@ class StaticBatch:
             field[:num_seqs] = values
         fields[-1][:, :num_seqs] = arrays.slots
         places, values = step.tables.take_fresh()
-        packed = pack((*fields, places, values)).to(self._packed.device, non_blocking=True)
+        packed = send((*fields, places, values), self._packed.device)
         self._packed.copy_(packed[: len(self._packed)])
         step.tables.write(*unpack(packed, (*fields, places, values))[len(fields) :])
         width = -(-int(arrays.context_lens.max()) // self._block_size)
@@ -96,7 +96,7 @@ class StaticBatch:
 
     def clear(self) -> None:
         """Make every row padding."""
-        self._packed.copy_(pack(self._padding()))
+        self._packed.copy_(send(self._padding(), self._packed.device))
 
     def _padding(self) -> tuple[np.ndarray, ...]:
         """Return ids, positions, context lengths, table rows and slots of rows without sequence."""

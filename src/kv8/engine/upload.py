@@ -18,7 +18,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
     """Return ``arrays`` as tensors on ``device``; on a CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    return unpack(pack(arrays).to(device, non_blocking=True), arrays)
+    return unpack(send(arrays, device), arrays)
 
 
 def to_device(
@@ -42,18 +42,18 @@ def take_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values.index_select(0, to_device(rows, torch.int64, values.device))
 
 
-def pack(arrays: Sequence[np.ndarray]) -> torch.Tensor:
-    """Return the bytes of ``arrays`` one after another, uint8, pinned where there is a GPU."""
+def send(arrays: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Return the bytes of ``arrays`` one after another, uint8, on ``device``; see `unpack`."""
     starts = _starts(arrays)
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     into = packed.numpy()
     for array, start in zip(arrays, starts, strict=False):
         into[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return packed
+    return packed.to(device, non_blocking=True)
 
 
 def unpack(packed: torch.Tensor, like: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Return views of ``packed``: what `pack` made of arrays of these shapes and types."""
+    """Return views of ``packed``: what `send` made of arrays of these shapes and types."""
     return [
         packed[start : start + array.nbytes]
         .view(getattr(torch, array.dtype.name))

@@ -7,7 +7,7 @@ import torch
 from tests.unit.engine.scheduling import make_request, make_scheduler
 
 from kv8.engine.block_tables import BlockTables
-from kv8.engine.upload import pack, take_rows, unpack, upload
+from kv8.engine.upload import send, take_rows, unpack, upload
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_arrays_of_all_kinds_in_one_piece() -> None:
         np.arange(10, dtype=np.int32).reshape(2, 5),
         np.array([[1.5], [-2.0]], dtype=np.float64),
     )
-    packed = pack(arrays)
+    packed = send(arrays, CPU)
     assert packed.dtype is torch.uint8
     for tensor, array in zip(unpack(packed, arrays), arrays, strict=True):
         assert tensor.shape == array.shape

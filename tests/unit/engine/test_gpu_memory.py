@@ -75,6 +75,19 @@ def test_the_cache_gets_what_is_left(loaded) -> None:
         assert part in text
 
 
+def test_what_is_not_recorded_takes_nothing(loaded, monkeypatch) -> None:
+    """A model whose steps wait for the device is served op by op, and no memory is kept for it."""
+    attend = DeviceLengthsBackend.attend
+
+    def curious(self, layer, query, batch, call):
+        assert query.abs().max().item() >= 0
+        return attend(self, layer, query, batch, call)
+
+    monkeypatch.setattr(DeviceLengthsBackend, "attend", curious)
+    config = fit(loaded, ScriptedMeter(graphs=(0, 0)), share=0.4)
+    assert config.capacity.memory_bytes == int(0.4 * 100 * MIB) - (30 + 8) * MIB
+
+
 def test_no_more_than_can_be_used(loaded) -> None:
     config = fit(loaded, ScriptedMeter(weights=10), share=0.9)
     model_len, layout = config.max_model_len, config.layout
