@@ -38,7 +38,7 @@ def prompts():
 def generate(engine, **params):
     """Return the tokens of prompts that end after different numbers of steps."""
     for number, prompt in enumerate(prompts()):
-        limit = {"max_tokens": 4 + 5 * number, "ignore_eos": True}
+        limit = {"max_tokens": 3 + 2 * number, "ignore_eos": True}
         engine.add_request(str(number), prompt, SamplingParams(**GREEDY | limit | params))
     return tokens(finish(engine))
 
@@ -151,7 +151,7 @@ def test_two_engines_share_nothing(tiny_model) -> None:
     assert alone[0] != alone[1]
     for engine in (first, second):
         for number, prompt in enumerate(prompts()):
-            limit = {"max_tokens": 4 + 5 * number, "ignore_eos": True}
+            limit = {"max_tokens": 3 + 2 * number, "ignore_eos": True}
             engine.add_request(str(number), prompt, SamplingParams(**GREEDY | limit))
     finished = [{}, {}]
     while first.has_unfinished or second.has_unfinished:
