@@ -90,12 +90,18 @@ class BatchBuilder:
         positions = np.arange(lengths.sum()) + np.repeat(starts - first_rows, lengths)
         blocks, offsets = np.divmod(positions, self._block_size)
         slots = self._tables.host[:, np.repeat(rows, lengths), blocks].astype(np.int64)
-        ids: list[int] = []
-        wanted: list[range] = []
-        for chunk, first in zip(chunks, first_rows.tolist(), strict=True):
-            ids += chunk.request.token_ids[chunk.start : chunk.stop]
-            rows_of_chunk = logit_rows(chunk)
-            wanted.append(range(first + rows_of_chunk.start, first + rows_of_chunk.stop))
+        decodes = all(chunk.num_tokens == 1 and chunk.reaches_end for chunk in chunks)
+        if decodes:  # in most steps; each chunk's only row is wanted
+            ids = [chunk.request.token_ids[-1] for chunk in chunks]
+            wanted_rows, row_counts = first_rows, (1,) * len(chunks)
+        else:
+            ids = [i for c in chunks for i in c.request.token_ids[c.start : c.stop]]
+            offsets_of_chunks = [logit_rows(chunk) for chunk in chunks]
+            row_counts = tuple(map(len, offsets_of_chunks))
+            wanted_rows = np.concatenate(
+                [first + np.asarray(o, dtype=np.int64)
+                 for first, o in zip(first_rows, offsets_of_chunks, strict=True)]
+            )  # fmt: skip
         arrays = StepArrays(
             input_ids=np.array(ids, dtype=np.int64),
             positions=positions,
@@ -103,13 +109,13 @@ class BatchBuilder:
             query_lens=lengths,
             context_lens=starts + lengths,
             table_rows=rows,
-            rows=np.concatenate([np.asarray(r, dtype=np.int64) for r in wanted]),
+            rows=wanted_rows,
         )
         return StepInput(
             arrays,
             self._tables,
-            tuple(len(r) for r in wanted),
+            row_counts,
             block_size=self._block_size,
             device=self._device,
-            decodes=all(chunk.num_tokens == 1 and chunk.reaches_end for chunk in chunks),
+            decodes=decodes,
         )
