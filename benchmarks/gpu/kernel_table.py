@@ -40,22 +40,23 @@ def body(context: Context) -> dict[str, Any]:
     torch.manual_seed(3)
     rows: list[dict[str, Any]] = []
     for sequences, tokens in ((2, 96),) if context.dry else _DECODE:
-        rows += _decode(context, sequences, tokens)
+        for block_size in (64,) if context.dry else (64, 16):
+            rows += _decode(context, sequences, tokens, block_size)
     rows += _prefill(context, 48 if context.dry else _PREFILL)
     rows += _store(context, 32 if context.dry else _NEW_TOKENS)
     return {"passed": True, "rows": rows}
 
 
-def _shape(context: Context, num_layers: int = 1) -> Shape:
+def _shape(context: Context, num_layers: int = 1, block_size: int = 64) -> Shape:
     heads = (4, 1, 64) if context.dry else (32, 8, 128)
-    return Shape(*heads, num_layers, 16, str(context.device))
+    return Shape(*heads, num_layers, block_size, str(context.device))
 
 
-def _decode(context: Context, sequences: int, tokens: int) -> list[dict[str, Any]]:
+def _decode(context: Context, sequences: int, tokens: int, block_size: int) -> list[dict[str, Any]]:
     # Two layers in turn, many calls in one graph: what starting a graph takes does not count, and
     # neither does what the L2 cache may still hold of the layer before.
     layers, rounds = (1, 1) if context.dry else (2, 5)
-    shape, roof = _shape(context, layers), roof_of(context)
+    shape, roof = _shape(context, layers, block_size), roof_of(context)
     batch = shape.batch(sequences, 1, tokens, recorded=True)
     query = shape.queries(sequences)
     values = sequences * tokens * 2 * shape.num_kv_heads * shape.head_dim
@@ -78,17 +79,19 @@ def _decode(context: Context, sequences: int, tokens: int) -> list[dict[str, Any
         total = _measure(context, recorded(attend, context.device))
         taken = seconds[name] = Samples(tuple(t / (layers * rounds) for t in total.values))
         speed = values * kv_format.bytes_per_value / taken.median
-        what = f"decode {sequences} x {tokens:,}, {name}"
+        what = f"decode {sequences} x {tokens:,}, blocks of {block_size}, {name}"
         rows.append(
             row(
                 f"{what}: of copy bandwidth",
                 speed / roof.bytes_per_second,
                 unit=f"({speed / 1e12:.2f} TB/s, {taken.median * 1e6:.0f} µs)",
-                goal=_GOALS["share"] if name == "e4m3" else None,
+                goal=_GOALS["share"] if name == "e4m3" and block_size == 64 else None,
                 spread_us=[taken.least * 1e6, taken.most * 1e6],
             )
         )
         del cached, backend, attend
+    if block_size != 64:  # the default is what the goals are about
+        return rows
     what = f"decode {sequences} x {tokens:,}"
     gain = seconds["bf16"].median / seconds["e4m3"].median
     rows.append(row(f"{what}: e4m3 over own bf16", gain, unit="x", goal=_GOALS["bf16"]))

@@ -115,7 +115,9 @@ class EngineOptions:
     enforce_eager: bool = _option(
         False, "On a GPU, run every decode step op by op instead of from a captured CUDA graph."
     )
-    block_size: int = _option(16, "Tokens a cache block holds.")
+    block_size: int | None = _option(
+        None, "Tokens a cache block holds. Default: 16 on a CPU, 64 on a GPU."
+    )
     max_model_len: int | None = _option(
         None, "Longest sequence, prompt and output together. Default: the model's own limit."
     )

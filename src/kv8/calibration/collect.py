@@ -209,7 +209,7 @@ def _unquantized(config: ResolvedConfig, longest: int, batch_size: int) -> Resol
     layout = make_layout(
         config.geometry,
         plan,
-        config.options.block_size,
+        config.layout.block_size,
         max_chunk=config.options.max_num_batched_tokens,
     )
     num_blocks = batch_size * peak_blocks(layout, longest)

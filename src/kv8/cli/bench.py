@@ -166,11 +166,12 @@ def kernels(  # noqa: PLR0913 - one a flag
         raise RequestError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
     from kv8.bench.attention_work import Shape
     from kv8.bench.kernels import bench_kernels
-    from kv8.engine.devices import resolve_device
+    from kv8.engine.devices import choose_block_size, resolve_device
 
     device, _ = resolve_device(engine["device"])
+    block_size = choose_block_size(engine["block_size"], device)
     report = bench_kernels(
-        Shape(heads, kv_heads, head_dim, layers, engine["block_size"], str(device)),
+        Shape(heads, kv_heads, head_dim, layers, block_size, str(device)),
         backend=engine["attention_backend"],
         tokens=tokens,
         contexts=contexts,

@@ -7,6 +7,8 @@ import torch
 from kv8.errors import RequestError
 from kv8.units import format_bytes
 
+_CPU_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
+
 
 def resolve_device(asked: str) -> tuple[torch.device, str]:
     """Return the device an engine uses, a GPU always with its number, and why it is that one.
@@ -41,6 +43,16 @@ def describe_device(device: torch.device) -> str:
         return str(device)
     memory = torch.cuda.get_device_properties(device).total_memory
     return f"{device} ({torch.cuda.get_device_name(device)}, {format_bytes(memory)})"
+
+
+def choose_block_size(asked: int | None, device: torch.device) -> int:
+    """Return how many tokens a cache block holds.
+
+    On a GPU, blocks that hold a whole tile of keys are found by one look-up a tile.
+    """
+    if asked is not None:
+        return asked
+    return _GPU_BLOCK_SIZE if device.type == "cuda" else _CPU_BLOCK_SIZE
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -7,6 +7,7 @@ from typing import Any
 from kv8.cache.capacity import Capacity, capacity
 from kv8.cache.gain import CapacityGain, capacity_gain
 from kv8.cache.layout import CacheLayout, make_layout
+from kv8.engine.devices import choose_block_size, resolve_device
 from kv8.engine.resolve_length import check_max_model_len
 from kv8.formats.base import ALIASES, FORMATS, FP8_E4M3, FP8_E5M2
 from kv8.geometry import ModelGeometry
@@ -126,9 +127,8 @@ def _hold(
     memory_bytes: int,
 ) -> tuple[CacheLayout, Capacity]:
     plan = make_layer_plan(geometry, FORMATS[dtype], skip)
-    layout = make_layout(
-        geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
-    )
+    block_size = choose_block_size(options.block_size, resolve_device(options.device)[0])
+    layout = make_layout(geometry, plan, block_size, max_chunk=options.max_num_batched_tokens)
     longest = options.max_model_len or geometry.max_position
     return layout, capacity(layout, memory_bytes, longest)
 

@@ -15,7 +15,7 @@ from kv8.attention.select import check_backend_name
 from kv8.cache.capacity import Capacity, capacity, memory_for
 from kv8.cache.gain import describe_gain
 from kv8.cache.layout import CacheLayout, make_layout
-from kv8.engine.devices import describe_device, resolve_device
+from kv8.engine.devices import choose_block_size, describe_device, resolve_device
 from kv8.engine.resolve_length import choose_max_model_len
 from kv8.engine.resolve_memory import (
     check_gpu_options,
@@ -124,9 +124,8 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
     )
     plan = make_layer_plan(geometry, kv_format, options.skip_layers)
     resolved = choose_scales(options, geometry, plan, checkpoint, source.folder)
-    layout = make_layout(
-        geometry, plan, options.block_size, max_chunk=options.max_num_batched_tokens
-    )
+    block_size = choose_block_size(options.block_size, device)
+    layout = make_layout(geometry, plan, block_size, max_chunk=options.max_num_batched_tokens)
     weight_bytes = _weight_bytes(source.folder) * _width(dtype) // _width(stored_dtype)
     memory, memory_reason = _cache_memory(options, geometry, layout, weight_bytes, device)
     max_model_len, length_reason = choose_max_model_len(options, geometry, layout, memory)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kv8.engine.devices import describe_device, resolve_device
+from kv8.engine.devices import choose_block_size, describe_device, resolve_device
 from kv8.engine.resolve import resolve_options
 from kv8.engine.resolve_memory import gpu_cache_memory
 from kv8.errors import RequestError
@@ -74,6 +74,13 @@ def test_a_gpu_is_described_with_its_memory(gpus) -> None:
     gpus(2)
     assert describe_device(torch.device("cuda", 1)) == "cuda:1 (GPU 1, 80.00 GiB)"
     assert describe_device(torch.device("cpu")) == "cpu"
+
+
+def test_blocks_are_larger_on_a_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert choose_block_size(None, cpu) == 16
+    assert choose_block_size(None, gpu) == 64
+    assert choose_block_size(8, cpu) == choose_block_size(8, gpu) == 8
 
 
 def test_refused_before_the_model_is_looked_at(monkeypatch) -> None:
