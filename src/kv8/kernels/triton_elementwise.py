@@ -5,7 +5,6 @@ Everything is computed in float32 and rounded where transformers' own code round
 
 # Compiled by Triton, to its own rules of typing and naming.
 # mypy: ignore-errors
-# ruff: noqa: PLR0913, N803
 
 import triton
 import triton.language as tl
