@@ -177,8 +177,8 @@ def test_parameters_that_do_not_fit_are_refused(llm: LLM, params) -> None:
 def test_an_unknown_option_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"'kv_cache_dtypes'.*Did you mean kv_cache_dtype\b"):
         LLM(str(tmp_path), kv_cache_dtypes="fp8")
-    with pytest.raises(RequestError, match=r"'gpu_memory_utilization'.*Options: model, tokenizer"):
-        LLM(str(tmp_path), gpu_memory_utilization=0.9)
+    with pytest.raises(RequestError, match=r"'tensor_parallel_size'.*Options: model, tokenizer"):
+        LLM(str(tmp_path), tensor_parallel_size=2)
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch) -> None:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from kv8.cache.capacity import capacity, peak_blocks
 from kv8.cache.manager import CacheManager
 from kv8.engine.batch_builder import BatchBuilder
@@ -13,7 +11,6 @@ from kv8.engine.resolve import ResolvedConfig
 from kv8.engine.runner import Runner
 from kv8.engine.sampler import SamplingState, sample
 from kv8.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledChunk
-from kv8.engine.step_input import StepInput
 from kv8.sampling_params import SamplingParams
 
 
@@ -69,15 +66,7 @@ def run_largest_step(runner: Runner, config: ResolvedConfig) -> None:
     built = builder.build(chunks, requests)
     num_tokens = sum(lengths)
     num_logits = min(num_tokens, options.max_num_seqs + PROMPT_LOGITS_CHUNK)
-    rows = np.arange(num_tokens - num_logits, num_tokens)
-    step = StepInput(
-        replace(built.arrays, rows=rows),
-        built.tables,
-        (num_logits,),
-        block_size=layout.block_size,
-        device=runner.model.device,
-    )
-    logits = runner.run(step)
+    logits = runner.run(built.with_rows(range(num_tokens - num_logits, num_tokens)))
     reported = logits[:PROMPT_LOGITS_CHUNK]
     token_logprobs(reported, [0] * len(reported), [1] * len(reported))
     chosen = logits[: options.max_num_seqs]

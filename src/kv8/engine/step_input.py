@@ -4,7 +4,8 @@ Letters as in docs/architecture.md: T new tokens, S sequences, R rows whose logi
 G cache groups.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -63,6 +64,16 @@ class StepInput:
         self.arrays, self.tables = arrays, tables
         self.row_counts, self.decodes = row_counts, decodes
         self._block_size, self._device = block_size, device
+
+    def with_rows(self, rows: Sequence[int]) -> "StepInput":
+        """Return the same step, of which the logits of other rows are wanted."""
+        return StepInput(
+            replace(self.arrays, rows=np.array(rows, dtype=np.int64)),
+            self.tables,
+            (len(rows),),
+            block_size=self._block_size,
+            device=self._device,
+        )
 
     @property
     def input_ids(self) -> torch.Tensor:
