@@ -246,7 +246,9 @@ class Engine:
                 sampled.append((group, completion))
                 last_rows.append(row - 1)
         wanted = take_rows(logits, last_rows)
-        outcomes = sample(wanted, [completion.sampling for _, completion in sampled])
+        states = [completion.sampling for _, completion in sampled]
+        self.grammars.look_ahead([(s.mask, s.output_token_ids) for s in states if s.mask])
+        outcomes = sample(wanted, states)
         for (_, completion), outcome in zip(sampled, outcomes, strict=True):
             self._accept(completion, outcome)
         return self._roster.publish(group for group, _ in sampled)

@@ -115,8 +115,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
     source = resolve_source(options.model)
     model_config = load_config(source.folder)
     geometry = read_geometry(model_config)
-    stored_dtype = geometry.model_dtype
-    dtype = stored_dtype if options.dtype == "auto" else options.dtype
+    dtype = geometry.model_dtype if options.dtype == "auto" else options.dtype
     geometry = replace(geometry, model_dtype=dtype)
     checkpoint = read_checkpoint(source.folder, geometry)
     kv_format, format_reason = resolve_cache_format(
@@ -126,8 +125,7 @@ def resolve_options(options: EngineOptions) -> ResolvedConfig:
     resolved = choose_scales(options, geometry, plan, checkpoint, source.folder)
     block_size = choose_block_size(options.block_size, device)
     layout = make_layout(geometry, plan, block_size, max_chunk=options.max_num_batched_tokens)
-    weight_bytes = _weight_bytes(source.folder) * _width(dtype) // _width(stored_dtype)
-    memory, memory_reason = _cache_memory(options, geometry, layout, weight_bytes, device)
+    memory, memory_reason = _cache_memory(options, geometry, layout, source.folder, device)
     max_model_len, length_reason = choose_max_model_len(options, geometry, layout, memory)
     return ResolvedConfig(
         options=options,
@@ -230,11 +228,12 @@ def _cache_memory(
     options: EngineOptions,
     geometry: ModelGeometry,
     layout: CacheLayout,
-    weight_bytes: int,
+    folder: Path,
     device: torch.device,
 ) -> tuple[int, str]:
     if options.kv_cache_memory is not None:
         return int(options.kv_cache_memory), "as asked"
+    weight_bytes = loaded_bytes(folder, geometry.model_dtype)
     useful_bytes = useful_cache_memory(options, geometry, layout)
     if device.type == "cuda":
         return gpu_cache_memory(
@@ -244,15 +243,6 @@ def _cache_memory(
             useful_bytes=useful_bytes,
         )
     return default_cache_memory(device, weight_bytes=weight_bytes, useful_bytes=useful_bytes)
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _width(dtype: str) -> int:
-    """Return the bytes of a value of a model's dtype."""
-    return 4 if dtype == "float32" else 2
 
 
 def _skip_decision(options: EngineOptions, plan: LayerPlan) -> list[Decision]:
