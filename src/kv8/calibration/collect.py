@@ -22,7 +22,6 @@ from kv8.engine.runner import Runner
 from kv8.engine.scheduler import ScheduledChunk
 from kv8.errors import RequestError
 from kv8.formats.base import FORMATS
-from kv8.kernels.step import MOST_ROWS
 from kv8.layer_plan import make_layer_plan
 from kv8.models.hook import HookedModel
 from kv8.scales.scale import ModelScales
@@ -198,13 +197,13 @@ def _request(number: int, sample: Sequence[int]) -> Request:
 def _most_tokens(model: HookedModel, config: ResolvedConfig) -> int:
     """Return the most tokens of a step.
 
-    Where kv8's own kernels compute a model's products, they do so up to this many rows; and then
+    Where kv8's own kernels make a model's products, they do so up to some number of rows; and then
     a token's result depends neither on the tokens beside it nor on the number of threads, which
     torch's products of more rows do not promise. Scales that anyone can measure again, to the last
-    bit, are worth the half of the speed that it costs.
+    bit, are worth the speed it costs where there is no matrix unit.
     """
     most = config.options.max_num_batched_tokens
-    return most if model.fusion is None else min(most, MOST_ROWS)
+    return most if model.fusion is None else min(most, model.fusion.most_native)
 
 
 def _unquantized(config: ResolvedConfig, longest: int, batch_size: int) -> ResolvedConfig:

@@ -146,38 +146,56 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
     assert not partial.exists()
 
 
-KILLED_AT_ITS_SECOND_SAVE = """
-import os, signal, sys
+WAITS_AFTER_ITS_SECOND_SAVE = """
+import sys, time
 from kv8.calibration import partial
-from kv8.calibration.calibrate import calibrate
+from kv8.calibration.observer import ObservingBackend
+from kv8.cli import main
 
 partial._SECONDS_BETWEEN_SAVES = -1.0  # after every batch
-save, saves = partial.PartialResult.save, []
+save, attend, saves = partial.PartialResult.save, ObservingBackend.attend, []
 
-def save_and_die(self, *state):
-    save(self, *state)
+def noting(self, *state):
     saves.append(state)
-    if len(saves) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, *state)
 
-partial.PartialResult.save = save_and_die
-model, data, output = sys.argv[1:]
-calibrate(model, data, use_tqdm=False, samples=24, max_length=60, batch_size=4, output=output)
+def waiting(self, *arguments):
+    if len(saves) == 2:
+        print("saved twice", flush=True)
+        time.sleep(60)
+    return attend(self, *arguments)
+
+partial.PartialResult.save, ObservingBackend.attend = noting, waiting
+sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)]
+)
 def test_a_killed_process_leaves_what_it_last_saved(
-    tiny_model: TinyModel, tmp_path: Path, text: Path
+    tiny_model: TinyModel, tmp_path: Path, text: Path, number: signal.Signals, code: int
 ) -> None:
     """What stands in the file is a whole number of batches; the rest is done again."""
     model, output = tiny_model(), tmp_path / "out"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_ITS_SECOND_SAVE, model, text, output],
-        capture_output=True,
-        check=False,
+    command = ["calibrate", model, "--data", text, "--output", output]
+    for name, value in SMALL.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS_AFTER_ITS_SECOND_SAVE, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved twice\n"
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    if number == signal.SIGTERM:
+        assert "Stopped after 8 of 24 samples. What was seen is kept" in told
+        assert told.endswith("kv8: terminated\n")
     assert not output.exists()
     assert (tmp_path / ".out.partial").exists()
     found = small(model, text, output=output)
