@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kv8.cache.capacity import capacity, peak_blocks
 from kv8.cache.layout import make_layout
 from kv8.cache.manager import CacheManager
-from kv8.calibration.interrupts import held_interrupts
+from kv8.calibration.interrupts import held_interrupts, raise_noticed
 from kv8.calibration.observations import PARTS, Observations, Part
 from kv8.calibration.observer import ObservingBackend
 from kv8.calibration.parts import split_samples
@@ -95,6 +95,7 @@ def collect(
     most = max(len(batch.samples) for batch in pending)
     collector = _Collector(model, config, longest=max(map(len, samples)), batch_size=most)
     for batch in pending:
+        raise_noticed()
         seen = collector.observe(batch, samples)
         seen.check_finite()
         with held_interrupts():

@@ -119,11 +119,13 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
     """Killed half-way: no output, what was seen is kept, and the same call finishes the work."""
     model, output = tiny_model(dtype=torch.bfloat16), tmp_path / "out"
     source = text if data == "text" else data
-    whole = small(model, source, statistic=statistic)
+    # Steps as small as where there is no matrix unit: the interrupt comes in the third batch.
+    how = {"statistic": statistic, "max_num_batched_tokens": 64}
+    whole = small(model, source, **how)
     with monkeypatch.context() as patch:
         interrupted_after(40, patch)
         with pytest.raises(KeyboardInterrupt):
-            small(model, source, statistic=statistic, output=output)
+            small(model, source, **how, output=output)
     assert not output.exists()
     partial = tmp_path / ".out.partial"
     assert partial.exists()
@@ -136,7 +138,7 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
         resumed.append(self.num_done)
 
     monkeypatch.setattr(PartialResult, "_load", noting)
-    found = small(model, source, statistic=statistic, output=output)
+    found = small(model, source, **how, output=output)
     assert resumed
     assert 0 < resumed[0] < 24
     assert numbers(found.scales) == numbers(whole.scales)
