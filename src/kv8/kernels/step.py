@@ -170,8 +170,7 @@ def can_multiply(weight: torch.Tensor) -> bool:
 def most_rows(kernels: CpuKernels, weight: torch.Tensor) -> int:
     """Return up to how many rows native products with this weight [O, I] are fast.
 
-    On a matrix unit (`csrc/cpu/linear_amx.cpp`) that is more than elsewhere. Up to there, a row's
-    product is the same bits however many rows there are.
+    Up to there, a row's product is the same bits however many rows there are.
     """
     num_outputs, num_inputs = weight.shape
     on_unit = (
