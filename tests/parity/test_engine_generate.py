@@ -10,8 +10,7 @@ NUM_TOKENS = 24
 LENGTHS = (1, 7, 16, 33)  # one token, inside a block, a whole block, over two windows
 
 
-def generate(folder, prompt) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def generate(model, prompt) -> list[int]:
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -29,7 +28,8 @@ def generate(folder, prompt) -> list[int]:
 def test_greedy_tokens_equal_transformers(family, options, tiny_model) -> None:
     folder = tiny_model(family, **options)
     prompts = [prompt_ids(length, seed=length) for length in LENGTHS]
-    expected = [generate(folder, prompt) for prompt in prompts]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = [generate(model, prompt) for prompt in prompts]
     whole = start_engine(folder)
     alone = [tokens(run(whole, [p], max_tokens=NUM_TOKENS, ignore_eos=True))[0] for p in prompts]
     assert alone == expected

@@ -16,6 +16,7 @@ from kv8.bench.conditions import Conditions
 from kv8.bench.phases import cache_memory, short_name
 from kv8.bench.report import Report
 from kv8.bench.timing import Samples
+from kv8.engine.resolve import resolve_options
 from kv8.errors import EngineError
 from kv8.options import EngineOptions
 
@@ -71,8 +72,9 @@ def bench_startup(
     """Return how long cold starts take, part by part, and how long ``kv8 --help`` does.
 
     Raises:
-        EngineError: a start failed.
+        KV8Error: the model cannot be served, or a start failed.
     """
+    resolve_options(EngineOptions(model=model, **options))  # at once rather than in every process
     report = Report("startup", f"Cold start of {model}: a new process until its first token.")
     asked = {**options, "model": model}
     more = {"model": model, "options": dict(options), "repeats": repeats}

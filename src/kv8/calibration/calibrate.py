@@ -11,7 +11,7 @@ import safetensors
 import torch
 
 from kv8._version import __version__
-from kv8.calibration.interrupts import raised_termination
+from kv8.calibration.interrupts import raise_noticed, raised_interrupts
 from kv8.calibration.job import Job, prepare
 from kv8.calibration.observations import MEASURED, Observations
 from kv8.calibration.observe import observe
@@ -87,7 +87,7 @@ def calibrate(
             "installed (pip install 'kv8[report]')."
         )
     alone = nullcontext() if job.output is None else locked_output(job.output)
-    with raised_termination(), alone:
+    with raised_interrupts(), alone:
         return _calibrate(job, use_tqdm=use_tqdm)
 
 
@@ -120,6 +120,7 @@ def _conclude(
     Whatever prevents that, be it ctrl-C, the work need not be redone.
     """
     try:
+        raise_noticed()
         measured, report = _results(engine, job, samples, observations)
         scales = measured if job.asked.query_scales else _without_queries(measured)
         files = _write(engine, job, scales, report, observations) if job.output else []

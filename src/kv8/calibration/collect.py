@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kv8.cache.capacity import capacity, peak_blocks
 from kv8.cache.layout import make_layout
 from kv8.cache.manager import CacheManager
-from kv8.calibration.interrupts import held_interrupts
+from kv8.calibration.interrupts import held_interrupts, raise_noticed
 from kv8.calibration.observations import PARTS, Observations, Part
 from kv8.calibration.observer import ObservingBackend
 from kv8.calibration.parts import split_samples
@@ -22,7 +22,6 @@ from kv8.engine.runner import Runner
 from kv8.engine.scheduler import ScheduledChunk
 from kv8.errors import RequestError
 from kv8.formats.base import FORMATS
-from kv8.kernels.step import MOST_ROWS
 from kv8.layer_plan import make_layer_plan
 from kv8.models.hook import HookedModel
 from kv8.scales.scale import ModelScales
@@ -96,6 +95,7 @@ def collect(
     most = max(len(batch.samples) for batch in pending)
     collector = _Collector(model, config, longest=max(map(len, samples)), batch_size=most)
     for batch in pending:
+        raise_noticed()
         seen = collector.observe(batch, samples)
         seen.check_finite()
         with held_interrupts():
@@ -192,14 +192,13 @@ def _request(number: int, sample: Sequence[int]) -> Request:
 def _most_tokens(model: HookedModel, config: ResolvedConfig) -> int:
     """Return the most tokens of a step.
 
-    Where kv8's own kernels compute a model's products, they do so up to this many rows; and then
+    Where kv8's own kernels make a model's products, they do so up to some number of rows; and then
     a token's result depends neither on the tokens beside it nor on the number of threads, which
     torch's products of more rows do not promise. Scales that anyone can measure again, to the last
-    bit, are worth the half of the speed that it costs.
+    bit, are worth the speed it costs where there is no matrix unit.
     """
     most = config.options.max_num_batched_tokens
-    native = model.fusion is not None and model.device.type == "cpu"
-    return min(most, MOST_ROWS) if native else most
+    return most if model.fusion is None else min(most, model.fusion.most_native)
 
 
 def _unquantized(config: ResolvedConfig, longest: int, batch_size: int) -> ResolvedConfig:

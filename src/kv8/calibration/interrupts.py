@@ -1,4 +1,8 @@
-"""What ends a calibration from outside: ctrl-C and SIGTERM, alike, and never in mid-write."""
+"""What ends a calibration from outside: ctrl-C and SIGTERM, alike, and never in mid-write.
+
+Both become an exception that rises wherever the work happens to be. Where that is a ``__del__`` or
+another callback, Python drops it; so what came is noted too, and rises again at `raise_noticed`.
+"""
 
 import signal
 import threading
@@ -9,6 +13,7 @@ from typing import Any, Final
 
 TERMINATED: Final = 128 + signal.SIGTERM  # an exit code, as shells say it
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_noticed: type[BaseException] | None = None
 
 
 class Terminated(SystemExit):
@@ -19,21 +24,37 @@ class Terminated(SystemExit):
 
 
 @contextmanager
-def raised_termination() -> Iterator[None]:
-    """Let a SIGTERM that comes inside the ``with`` block raise `Terminated` there.
+def raised_interrupts() -> Iterator[None]:
+    """Let a SIGINT or SIGTERM that comes inside the ``with`` block raise an exception there.
 
-    So it does what ctrl-C does: what was measured is kept. Where somebody handles SIGTERM already,
-    or outside of the main thread, where no signal arrives, nothing is changed.
+    That is `KeyboardInterrupt`, or `Terminated`; it rises at the block's end at the latest. Signals
+    that somebody else handles stay as they are; so does everything outside of the main thread,
+    where no signal arrives.
     """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    global _noticed
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        unhandled = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        before = {n: usual for n, usual in unhandled.items() if signal.getsignal(n) is usual}
+    if not before:
         yield
         return
-    signal.signal(signal.SIGTERM, _terminate)
+    _noticed = None
+    for number in before:
+        signal.signal(number, _notice)
     try:
         yield
+        raise_noticed()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, usual in before.items():
+            signal.signal(number, usual)
+        _noticed = None
+
+
+def raise_noticed() -> None:
+    """Raise what a signal raised before, if it was lost on the way; not for use in clean-up."""
+    if _noticed is not None:
+        raise _noticed
 
 
 @contextmanager
@@ -65,5 +86,7 @@ def held_interrupts() -> Iterator[None]:
         previous[number](number, frame)
 
 
-def _terminate(_: int, __: FrameType | None) -> None:
-    raise Terminated
+def _notice(number: int, _: FrameType | None) -> None:
+    global _noticed
+    _noticed = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    raise _noticed

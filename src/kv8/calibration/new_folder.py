@@ -11,22 +11,33 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from kv8.calibration.interrupts import held_interrupts
 from kv8.errors import OutputError, RequestError
 from kv8.models.conversion_cache import flush
+
+# What is written beside a folder has longer names, and file systems end at 255 bytes.
+_LONGEST_NAME: Final = 200
 
 
 def check_new_folder(folder: Path) -> None:
     """Check, before any work, that ``folder`` can come into being.
 
     Raises:
-        RequestError: it exists, or the folder it is to stand in does not or cannot be written to.
+        RequestError: it exists, its name is too long, or the folder it is to stand in does not
+            exist or cannot be written to.
     """
     if os.path.lexists(folder):
         raise RequestError(
             f"The output folder {folder} exists, and nothing is ever overwritten. Remove it, or "
             f"give another one."
+        )
+    size = len(os.fsencode(folder.name))
+    if size > _LONGEST_NAME:
+        raise RequestError(
+            f"The output folder's name takes {size} bytes, {_LONGEST_NAME} at most are allowed: "
+            f"{folder.name:.40}..."
         )
     parent = folder.absolute().parent
     if not parent.is_dir():

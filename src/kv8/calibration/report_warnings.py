@@ -93,9 +93,10 @@ def _about(
         return ""
     where = _places([row for _, row in above])
     worst, row = max(above, key=lambda pair: pair[0])
-    much = format_share(limit)
+    found, much = format_share(worst), format_share(limit)
     which = f" (layer {row.layer}, {row.side})" if len(above) > 1 else ""
-    return f"{where}: {finding} {format_share(worst)}{which}, more than {much}. {remedy}"
+    more = "a little more" if found == much else f"{found}{which}, more"
+    return f"{where}: {finding} {more} than {much}. {remedy}"
 
 
 def _less_clipping(statistic: str, percentile: float) -> str:

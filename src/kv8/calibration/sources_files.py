@@ -102,3 +102,5 @@ def _parsed(line: bytes, where: str) -> Any:
         ) from error
     except RecursionError:
         raise RequestError(f"{where}: is nested too deeply to be read.") from None
+    except ValueError as error:  # what JSON allows and Python does not: a number of 5,000 digits
+        raise RequestError(f"{where}: cannot be read ({error}). Mend or remove it.") from error

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from kv8.calibration.interrupts import raise_noticed
 from kv8.calibration.packing import Joints
 from kv8.engine.engine import Engine
 from kv8.errors import EngineError
@@ -101,6 +102,7 @@ def _write_group(
         if on_step is not None:
             on_step(sum(map(len, texts.values())))
         while engine.has_unfinished:
+            raise_noticed()
             before = engine.counters.generated_tokens
             for output in engine.step():
                 completion = output.outputs[0]

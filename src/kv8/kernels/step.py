@@ -99,7 +99,7 @@ class OperationStruct(ctypes.Structure):
 # Without a matrix unit, products of more rows are torch's, which repacks the weight each time.
 # Where it gets to be faster was measured: between 64 and some hundreds, on any instruction set.
 MOST_ROWS: Final = 64
-MOST_ROWS_ON_UNIT: Final = 1024  # where `multiplies_many_rows`
+MOST_ROWS_ON_UNIT: Final = 1024
 
 Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct | StoreStruct | AttendStruct
 _KINDS: Final[dict[type, int]] = {
@@ -167,19 +167,19 @@ def can_multiply(weight: torch.Tensor) -> bool:
     )
 
 
-def multiplies_many_rows(kernels: CpuKernels, weight: torch.Tensor) -> bool:
-    """Whether native products with this weight [O, I] are fast for any number of rows.
+def most_rows(kernels: CpuKernels, weight: torch.Tensor) -> int:
+    """Return up to how many rows native products with this weight [O, I] are fast.
 
-    They are on a matrix unit (`csrc/cpu/linear_amx.cpp`), and a row's product is the same bits
-    however many rows there are.
+    Up to there, a row's product is the same bits however many rows there are.
     """
     num_outputs, num_inputs = weight.shape
-    return (
+    on_unit = (
         kernels.has_matrix_unit
         and weight.dtype == torch.bfloat16
         and num_outputs % 16 == 0
         and num_inputs % 32 == 0
     )
+    return MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS
 
 
 def linear_struct(

@@ -19,6 +19,7 @@ from torch import nn
 from kv8.attention.backend import AttentionCall
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
+from kv8.kernels.step import MOST_ROWS_ON_UNIT
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
@@ -49,9 +50,15 @@ class _Fused:
 
 
 class Fusion:
-    """The replaced modules of one model."""
+    """The replaced modules of one model.
+
+    Attributes:
+        most_native: rows of a step up to which native kernels make the products of every replaced
+            module: so long, a row's results do not depend on the rows beside it.
+    """
 
     def __init__(self) -> None:
+        self.most_native = MOST_ROWS_ON_UNIT
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._on = False
 
@@ -107,7 +114,10 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
     linears = [m for m in model.module.modules() if m not in taken and is_plain_linear(m)]
     gather(_apart([linear.weight for linear in linears], model.module), kernels)
     for linear in linears:
-        fusion.replace(linear, FusedLinear(linear, kernels, workspace).forward)
+        fused = FusedLinear(linear, kernels, workspace)
+        fusion.replace(linear, fused.forward)
+        if linear is not model.module.get_output_embeddings():  # only wanted rows get there
+            fusion.most_native = min(fusion.most_native, fused.most_native)
     num_norms = 0
     for module in model.module.modules():
         if module in taken:
@@ -162,6 +172,7 @@ def _fuse_layers(
         )
         layer = FusedLayer(operations, workspace)
         fusion.replace(candidate.layer, layer.forward)
+        fusion.most_native = min(fusion.most_native, layer.most_native)
         fused.append(_Fused(layer, probe))
         known_mlp = bool(candidate.parts.gate_up)
         for module in candidate.layer.modules():

@@ -6,6 +6,7 @@ elsewhere one by one. All else stays transformers' own code.
 """
 
 import logging
+import sys
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,9 @@ def fuse_gpu_model(model: HookedModel) -> None:
         logger.debug("The model computes as transformers wrote it: %s", error)
         return
     fusion = Fusion()
+    fusion.most_native = (
+        sys.maxsize
+    )  # products are torch's: no number of rows is better than others
     taken: set[nn.Module] = set()
     candidates = find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}

@@ -26,12 +26,14 @@ class FusedLayer:
 
     Attributes:
         few: computes few rows.
+        most_native: rows up to which all products are native ones.
     """
 
     def __init__(self, layer: LayerOperations, workspace: Workspace) -> None:
         self._layer = layer
         self.few = FewRows(layer, workspace)
         self._many = ManyRows(layer, workspace)
+        self.most_native = self._many.most_native
         self._link: tuple[LayerChain, int] | None = None
 
     def join(self, chain: LayerChain, index: int) -> None:

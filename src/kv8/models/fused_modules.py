@@ -6,9 +6,8 @@ from torch import nn
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import (
     MOST_ROWS,
-    MOST_ROWS_ON_UNIT,
     linear_struct,
-    multiplies_many_rows,
+    most_rows,
     norm_struct,
     run_one,
 )
@@ -21,12 +20,14 @@ class FusedLinear:
     """Stands in for a plain linear layer's ``forward``; many rows are left to torch.
 
     The weight is looked up with every call: it may be tied to another module's.
+
+    Attributes:
+        most_native: rows up to which the product is a native one.
     """
 
     def __init__(self, module: nn.Linear, kernels: CpuKernels, workspace: Workspace) -> None:
         self._module, self._kernels, self._workspace = module, kernels, workspace
-        on_unit = multiplies_many_rows(kernels, module.weight)
-        self._most_rows = MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS
+        self.most_native = most_rows(kernels, module.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of ``x`` [..., I], [..., O]."""
@@ -36,10 +37,10 @@ class FusedLinear:
         if num_rows == 0 or rows.dtype != weight.dtype or rows.stride(1) != 1:
             return nn.functional.linear(x, weight, bias)
         out = torch.empty(num_rows, weight.shape[0], dtype=x.dtype)
-        if num_rows > self._most_rows:
+        if num_rows > self.most_native:
             torch_product(rows, weight, bias, out)
             return out.view(*x.shape[:-1], -1)
-        most = MOST_ROWS if num_rows <= MOST_ROWS else self._most_rows
+        most = MOST_ROWS if num_rows <= MOST_ROWS else self.most_native
         scratch = self._workspace.scratch(rows.shape[1], most)
         operation = linear_struct(weight, bias, rows, out, scratch)
         run_one(self._kernels, operation, num_rows)

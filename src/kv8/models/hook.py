@@ -23,6 +23,10 @@ from kv8.models.interface import BINDING, INTERFACE_NAME, BoundStep, LayerBindin
 class Replacements(Protocol):
     """Parts of a model that something else computes for now; see `kv8.models.fuse`."""
 
+    @property
+    def most_native(self) -> int:
+        """Rows of a step up to which a row's results do not depend on the rows beside it."""
+
     def disabled(self) -> AbstractContextManager[None]:
         """Let transformers' own code compute inside the ``with`` block."""
 

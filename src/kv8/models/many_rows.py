@@ -10,10 +10,9 @@ from typing import Final
 import torch
 
 from kv8.kernels.step import (
-    MOST_ROWS_ON_UNIT,
     gate_struct,
     linear_struct,
-    multiplies_many_rows,
+    most_rows,
     run_one,
 )
 from kv8.models.decoder_parts import Norm
@@ -33,15 +32,16 @@ class ManyRows:
     Args:
         layer: its parts.
         space: shared with the model's other layers.
+
+    Attributes:
+        most_native: rows up to which the products are native ones.
     """
 
     def __init__(self, layer: LayerOperations, space: Workspace) -> None:
         self._layer, self._space = layer, space
         self._hidden = layer.output.weight.shape[0]
         merged = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        self._has_unit = all(
-            multiplies_many_rows(layer.kernels, m.weight) for m in merged if m is not None
-        )
+        self.most_native = min(most_rows(layer.kernels, m.weight) for m in merged if m is not None)
         self._native = False  # whether the rows at hand are multiplied on it
 
     def run(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:
@@ -50,7 +50,7 @@ class ManyRows:
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer = self._layer
-        self._native = self._has_unit and len(x) <= MOST_ROWS_ON_UNIT
+        self._native = len(x) <= self.most_native
         qkv = self._space.many_rows("qkv", len(x), layer.qkv.weight.shape[0])
         angles = None if cos_sin is None else self._space.angles(cos_sin)
         for rows in self._blocks(len(x)):

@@ -12,7 +12,9 @@ from kv8 import LLM, SamplingParams
 pytestmark = pytest.mark.model
 
 OPTIONS = {"kv_cache_dtype": "fp8", "kv_cache_memory": "64MiB"}
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# Asked "What is the capital of France?", the model itself is torn between English and French (0.1
+# nats, in transformers' float32 too), and e4m3 tips it. Here every token leads by a nat.
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 PROMPT = "London is the capital of"
 
 
@@ -35,7 +37,8 @@ def test_greedy_text_is_that_of_the_library(client) -> None:
     fields = {"model": "smollm2", "temperature": 0, "max_tokens": 24}
     answer = client.chat.completions.create(messages=QUESTION, **fields)
     assert answer.choices[0].message.content == chat
-    assert chat.strip()
+    assert chat == "The capital of France is Paris."
+    assert text.startswith(" the United Kingdom")
     chunks = client.chat.completions.create(messages=QUESTION, stream=True, **fields)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chat
     assert client.completions.create(prompt=PROMPT, **fields).choices[0].text == text

@@ -119,11 +119,13 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
     """Killed half-way: no output, what was seen is kept, and the same call finishes the work."""
     model, output = tiny_model(dtype=torch.bfloat16), tmp_path / "out"
     source = text if data == "text" else data
-    whole = small(model, source, statistic=statistic)
+    # Steps as small as where there is no matrix unit: the interrupt comes in the third batch.
+    how = {"statistic": statistic, "max_num_batched_tokens": 64}
+    whole = small(model, source, **how)
     with monkeypatch.context() as patch:
         interrupted_after(40, patch)
         with pytest.raises(KeyboardInterrupt):
-            small(model, source, statistic=statistic, output=output)
+            small(model, source, **how, output=output)
     assert not output.exists()
     partial = tmp_path / ".out.partial"
     assert partial.exists()
@@ -136,7 +138,7 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
         resumed.append(self.num_done)
 
     monkeypatch.setattr(PartialResult, "_load", noting)
-    found = small(model, source, statistic=statistic, output=output)
+    found = small(model, source, **how, output=output)
     assert resumed
     assert 0 < resumed[0] < 24
     assert numbers(found.scales) == numbers(whole.scales)
@@ -146,38 +148,56 @@ def test_interrupted_and_called_again_it_gives_what_it_would_have_given(
     assert not partial.exists()
 
 
-KILLED_AT_ITS_SECOND_SAVE = """
-import os, signal, sys
+WAITS_AFTER_ITS_SECOND_SAVE = """
+import sys, time
 from kv8.calibration import partial
-from kv8.calibration.calibrate import calibrate
+from kv8.calibration.observer import ObservingBackend
+from kv8.cli import main
 
 partial._SECONDS_BETWEEN_SAVES = -1.0  # after every batch
-save, saves = partial.PartialResult.save, []
+save, attend, saves = partial.PartialResult.save, ObservingBackend.attend, []
 
-def save_and_die(self, *state):
-    save(self, *state)
+def noting(self, *state):
     saves.append(state)
-    if len(saves) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, *state)
 
-partial.PartialResult.save = save_and_die
-model, data, output = sys.argv[1:]
-calibrate(model, data, use_tqdm=False, samples=24, max_length=60, batch_size=4, output=output)
+def waiting(self, *arguments):
+    if len(saves) == 2:
+        print("saved twice", flush=True)
+        time.sleep(60)
+    return attend(self, *arguments)
+
+partial.PartialResult.save, ObservingBackend.attend = noting, waiting
+sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)]
+)
 def test_a_killed_process_leaves_what_it_last_saved(
-    tiny_model: TinyModel, tmp_path: Path, text: Path
+    tiny_model: TinyModel, tmp_path: Path, text: Path, number: signal.Signals, code: int
 ) -> None:
     """What stands in the file is a whole number of batches; the rest is done again."""
     model, output = tiny_model(), tmp_path / "out"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_ITS_SECOND_SAVE, model, text, output],
-        capture_output=True,
-        check=False,
+    command = ["calibrate", model, "--data", text, "--output", output]
+    for name, value in SMALL.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS_AFTER_ITS_SECOND_SAVE, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved twice\n"
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    if number == signal.SIGTERM:
+        assert "Stopped after 8 of 24 samples. What was seen is kept" in told
+        assert told.endswith("kv8: terminated\n")
     assert not output.exists()
     assert (tmp_path / ".out.partial").exists()
     found = small(model, text, output=output)

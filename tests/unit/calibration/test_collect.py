@@ -18,6 +18,8 @@ from kv8.engine.engine import Engine
 from kv8.engine.runner import Runner
 from kv8.engine.scoring import prompt_logits
 from kv8.errors import RequestError, ScaleError, UnsupportedModelError
+from kv8.kernels.cpu import load_kernels
+from kv8.kernels.step import MOST_ROWS, MOST_ROWS_ON_UNIT
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -141,6 +143,36 @@ def test_neither_order_nor_batches_change_a_bit(tiny_model: TinyModel, family: s
     assert numbers(scales_of(engine, observe(engine, samples))) == expected
     assert numbers(scales_of(engine, observe(engine, samples[::-1]))) == expected
     assert numbers(scales_of(engine, observe(engine, samples, batch_size=1))) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+def test_steps_are_as_large_as_not_a_bit_depends_on_it(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype
+) -> None:
+    """On a matrix unit that is 1,024 rows of a bfloat16 model, else 64; smaller, all is as is."""
+    engine = engine_of(tiny_model, family, dtype=dtype)
+    fusion = engine.runner.model.fusion
+    assert fusion is not None
+    on_unit = load_kernels(announce=False).has_matrix_unit and dtype is torch.bfloat16
+    assert fusion.most_native == (MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS)
+
+    sizes: list[int] = []
+    run_step = Runner.run
+
+    def noting(self, step):
+        sizes.append(step.input_ids.numel())
+        return run_step(self, step)
+
+    monkeypatch.setattr(Runner, "run", noting)
+    samples = texts([360] * 6)
+    expected = observe(engine, samples)
+    assert max(sizes) == fusion.most_native
+    for most in (64, 17):
+        sizes.clear()
+        fusion.most_native = most
+        assert same(observe(engine, samples), expected)
+        assert max(sizes) == most
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ import pytest
 from tests.observing import numbers
 from tests.tiny_models import TinyModel
 
+from kv8.calibration import calibrate as calibration
 from kv8.calibration import new_folder, outputs
 from kv8.calibration.calibrate import Calibration, calibrate
 from kv8.calibration.interrupts import Terminated
@@ -54,6 +55,45 @@ def test_broken_off_after_the_measuring_nothing_is_measured_again(
     found = small(model, text, output=output, checkpoint=True)
     assert numbers(found.scales) == numbers(whole.scales)
     assert left(tmp_path) == ["out", "text.txt"]
+
+
+class Deaf:
+    """Python drops what is raised while an object is deleted."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(("number", "error"), SIGNALS)
+@pytest.mark.parametrize(("data", "kept"), [("text", True), ("self", True), ("make_report", False)])
+def test_a_signal_that_comes_at_a_deaf_moment_is_not_lost(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch, number, error, data: str, kept
+) -> None:
+    model, output, calls = tiny_model(), tmp_path / "out", []
+    place, name, when = {
+        "text": (ObservingBackend, "attend", 6),
+        "self": (Engine, "step", 50),
+        "make_report": (calibration, "make_report", 1),
+    }[data]
+    real = getattr(place, name)
+
+    def deaf(*arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) == when:
+            Deaf(number)
+        return real(*arguments)
+
+    monkeypatch.setattr(place, name, deaf)
+    dropped: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda lost: dropped.append(lost.exc_type))
+    with pytest.raises(error):
+        small(model, "self" if data == "self" else text, output=output)
+    assert dropped == [error]
+    # Noticed at the next batch, the next token, or when all is written.
+    assert left(tmp_path) == [".out.partial" if kept else "out", "text.txt"]
 
 
 def test_broken_off_when_all_is_written_it_is_all_written(

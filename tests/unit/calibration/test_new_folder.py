@@ -85,6 +85,9 @@ def test_a_folder_made_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_to_is_refused_early(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"none is no folder"):
         check_new_folder(tmp_path / "none" / "out")
+    with pytest.raises(RequestError, match=r"takes 303 bytes, 200 at most are allowed: ẅ"):
+        check_new_folder(tmp_path / ("ẅ" * 101))
+    check_new_folder(tmp_path / ("w" * 200))
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match=r"file is no folder"):
         check_new_folder(tmp_path / "file" / "out")

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from tests.observing import same
 
-from kv8.calibration.interrupts import Terminated, held_interrupts, raised_termination
+from kv8.calibration.interrupts import Terminated, held_interrupts, raised_interrupts
 from kv8.calibration.observations import Observations
 from kv8.calibration.partial import PartialResult
 from kv8.calibration.partial_facts import Facts
@@ -139,7 +139,7 @@ def test_an_interrupt_waits_for_the_end_of_what_must_be_whole(
     done = []
 
     def work() -> None:
-        with raised_termination(), held_interrupts():
+        with raised_interrupts(), held_interrupts():
             os.kill(os.getpid(), number)
             done.append("all of it")
 
@@ -154,7 +154,7 @@ def test_a_handler_somebody_has_for_sigterm_is_left_in_charge() -> None:
     received = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with raised_termination():
+        with raised_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             assert received == [signal.SIGTERM]
     finally:

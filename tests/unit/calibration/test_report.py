@@ -138,6 +138,12 @@ def test_halves_that_disagree_are_unstable(factor, unstable, statistic):
     assert report.rows[0].change == pytest.approx(expected, rel=0.25)
 
 
+def test_a_figure_that_looks_like_its_limit_is_not_said_to_exceed_itself():
+    observations = observe(GEOMETRY, by_part={"second": 1.252, "held_out": 0.5})
+    [warning] = report_on(observations, GEOMETRY).warnings
+    assert "scales that differ by up to a little more than 25 %. The scales are" in warning
+
+
 def test_the_worst_place_is_named():
     observations = observe(make_geometry(4), ranges={(2, "k"): 0.0})
     for layer, factor in ((0, 1.5), (1, 3.0), (2, 1.0)):

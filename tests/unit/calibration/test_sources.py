@@ -121,6 +121,7 @@ def _bad_line(text: str | bytes) -> bytes:
         ("a.jsonl", _bad_line('{"text": "cut'), r"line 7: is not JSON \(Unterminated.* column 10"),
         ("a.jsonl", _bad_line(b'{"text": "\xff"}'), r"line 7: is not text in UTF-8 .*at byte 10"),
         ("a.jsonl", _bad_line("[" * 100_000), "line 7: is nested too deeply|line 7: is not JSON"),
+        ("a.jsonl", _bad_line(f'{{"text": {"1" * 5000}}}'), r"line 7: cannot be read \(Exceeds"),
         ("a.jsonl", _bad_line('{"text": null}'), 'line 7: "text" is null; must be an object'),
         (
             "a.jsonl",
