@@ -38,7 +38,7 @@ def fuse_gpu_model(model: HookedModel) -> None:
     fusion = Fusion()
     fusion.most_native = (
         sys.maxsize
-    )  # products are torch's: no number of rows is better than others
+    )  # torch makes the products: no number is better
     taken: set[nn.Module] = set()
     candidates = find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
