@@ -36,9 +36,7 @@ def fuse_gpu_model(model: HookedModel) -> None:
         logger.debug("The model computes as transformers wrote it: %s", error)
         return
     fusion = Fusion()
-    fusion.most_native = (
-        sys.maxsize
-    )  # torch makes the products: no number is better
+    fusion.most_native = sys.maxsize  # torch makes the products: no number is better
     taken: set[nn.Module] = set()
     candidates = find_candidates(model)
     probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
