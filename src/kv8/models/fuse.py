@@ -23,7 +23,13 @@ from kv8.kernels.step import MOST_ROWS_ON_UNIT
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
-from kv8.models.fusion_proof import LayerProbe, probe_layers, proven_rotation
+from kv8.models.fusion_proof import (
+    PROOF_ROWS,
+    LayerProbe,
+    MakeForward,
+    probe_layers,
+    proven_rotation,
+)
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING, LayerBinding
 from kv8.models.layer_chain import LayerChain, prove_chains
@@ -145,23 +151,11 @@ def _fuse_layers(
 ) -> tuple[list[_Fused], set[nn.Module]]:
     """Replace decoder layers; return them, and the modules that they no longer call."""
     candidates = find_candidates(model)
-    probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
     memory = WeightMemory(sum(_weight_bytes(c.parts) for c in candidates), kernels)
-    rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
     taken: set[nn.Module] = set()
     fused: list[_Fused] = []
-    for candidate in candidates:
-        probe = probes.get(candidate.number)
-        if probe is None or probe.call.sinks is not None or not one_dtype(candidate, probe):
-            continue
-        kind = layer_kind(candidate, probe)
-        if kind not in rotations:
-            rotations[kind] = proven_rotation(
-                model, candidate.layer, probe, partial(_forward_of, kernels)
-            )
-        rotates = rotations[kind]
-        if rotates is None:
-            continue
+    make_forward = partial(_forward_of, kernels)
+    for candidate, probe, rotates in proven_layers(model, candidates, make_forward):
         operations = LayerOperations(
             candidate.parts,
             getattr(candidate.parts.attention, BINDING),
@@ -238,6 +232,30 @@ def find_candidates(model: HookedModel) -> list[Candidate]:
             if geometry.owns_kv and width == heads * geometry.head_dim:
                 candidates.append(Candidate(number, layer, parts))
     return candidates
+
+
+def proven_layers(
+    model: HookedModel,
+    candidates: Sequence[Candidate],
+    make_forward: MakeForward,
+    num_rows: Sequence[int] = PROOF_ROWS,
+) -> Iterator[tuple[Candidate, LayerProbe, bool]]:
+    """Yield the layers that may be replaced, what they are called with, and whether they rotate.
+
+    Of layers of one kind the first is proven (`proven_rotation`).
+    """
+    probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
+    rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
+    for candidate in candidates:
+        probe = probes.get(candidate.number)
+        if probe is None or probe.call.sinks is not None or not one_dtype(candidate, probe):
+            continue
+        kind = layer_kind(candidate, probe)
+        if kind not in rotations:
+            rotations[kind] = proven_rotation(model, candidate.layer, probe, make_forward, num_rows)
+        rotates = rotations[kind]
+        if rotates is not None:
+            yield candidate, probe, rotates
 
 
 def one_dtype(candidate: Candidate, probe: LayerProbe) -> bool:

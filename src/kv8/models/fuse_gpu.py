@@ -7,14 +7,13 @@ elsewhere one by one. All else stays transformers' own code.
 
 import logging
 import sys
-from typing import Any
 
 from torch import nn
 
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.models.decoder_parts import read_norm
-from kv8.models.fuse import Fusion, find_candidates, layer_kind, one_dtype
-from kv8.models.fusion_proof import probe_layers, proven_rotation
+from kv8.models.fuse import Fusion, find_candidates, proven_layers
+from kv8.models.fusion_proof import MakeForward
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING
 
@@ -39,26 +38,10 @@ def fuse_gpu_model(model: HookedModel) -> None:
     fusion.most_native = sys.maxsize  # torch makes the products: no number is better
     taken: set[nn.Module] = set()
     candidates = find_candidates(model)
-    probes = probe_layers(model, {c.number: c.layer for c in candidates}) if candidates else {}
-    rotations: dict[Any, bool | None] = {}  # by kind of layer; `None` where the proof failed
-    for candidate in candidates:
-        probe = probes.get(candidate.number)
-        if probe is None or probe.call.sinks is not None or not one_dtype(candidate, probe):
-            continue
-        kind = layer_kind(candidate, probe)
-        if kind not in rotations:
-            rotations[kind] = proven_rotation(
-                model,
-                candidate.layer,
-                probe,
-                lambda parts, binding, call, rotates: (
-                    FusedGpuLayer(parts, binding, call, rotates=rotates).forward
-                ),
-                num_rows=(_PROBE_ROWS,),
-            )
-        rotates = rotations[kind]
-        if rotates is None:
-            continue
+    make_forward: MakeForward = lambda parts, binding, call, rotates: (  # noqa: E731
+        FusedGpuLayer(parts, binding, call, rotates=rotates).forward
+    )
+    for candidate, probe, rotates in proven_layers(model, candidates, make_forward, (_PROBE_ROWS,)):
         binding = getattr(candidate.parts.attention, BINDING)
         layer = FusedGpuLayer(candidate.parts, binding, probe.call, rotates=rotates)
         fusion.replace(candidate.layer, layer.forward)

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # thousand terms, with a margin; a wrong step changes what is added by about 1.
 _TOLERANCE, _ROUNDING = 1e-4, 1e-6
 _FEW_ROWS = 5
+PROOF_ROWS: Final = (_FEW_ROWS, MOST_ROWS + 1)  # a layer is tried on each
 _ERRORS = (KV8Error, TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 
 
@@ -119,7 +120,7 @@ def proven_rotation(
     layer: nn.Module,
     probe: LayerProbe,
     make_forward: MakeForward,
-    num_rows: Sequence[int] = (_FEW_ROWS, MOST_ROWS + 1),
+    num_rows: Sequence[int],
 ) -> bool | None:
     """Prove a layer; return whether its queries and keys rotate, or `None` if nothing is proven.
 
