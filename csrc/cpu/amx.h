@@ -59,10 +59,10 @@ struct alignas(64) Shapes {
 // Clears the tiles. The compiler's own intrinsic does not say that all of the shapes are read.
 inline void configure(const Shapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
 
-// Tiles of sixteen words: 0 to 3 and 5 to 7 of `rows` rows, 4 of sixteen.
-inline void configure(int rows) {
+// All tiles of sixteen rows of sixteen words.
+inline void configure() {
   Shapes shapes;
-  for (int i = 0; i < 8; ++i) shapes.set(i, i == 4 ? 16 : rows, 16);
+  for (int i = 0; i < 8; ++i) shapes.set(i, 16, 16);
   configure(shapes);
 }
 

@@ -179,7 +179,8 @@ class Attention {
         const int r = start + first + i;
         TileOfWeights x;
         store(largest + i * kLanes, logits_of(work, r, first + i, tile, x));
-        for (int j = 0; j < kTile / kLanes; ++j) store(work.dots + (first + i) * kTile + j * kLanes, x[j]);
+        for (int j = 0; j < kTile / kLanes; ++j)
+          store(work.dots + (first + i) * kTile + j * kLanes, x[j]);
       }
       row_maxima(largest, some, maxima);
       for (int i = 0; i < some; ++i) each(start + first + i, maxima[i]);

@@ -28,7 +28,7 @@ class Fetch {
     if (step_ == kSteps) return;
     ++step_;
     const uint8_t* at = at_;
-    if (at + 64 * lines_ <= end_) {  // mostly
+    if (end_ - at >= 64 * lines_) {  // mostly
       for (int i = 0; i < lines_; ++i, at += 64) prefetch(at);
       at_ = at;
       return;

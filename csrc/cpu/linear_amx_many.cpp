@@ -191,7 +191,7 @@ void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads) {
   Units units(l, num_rows);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    amx::configure(kSide);
+    amx::configure();
     work(units);
     amx::release();
   }

@@ -18,7 +18,7 @@ class Multiplier {
 
   // Rows go through in blocks; what lies in rows of `a` and `sums` beyond the last is computed with,
   // and of no consequence.
-  void begin() { amx::configure(kBlockRows); }
+  void begin() { amx::configure(); }
 
   // As in multiply_vectors.h.
   void multiply(const uint32_t* a, int64_t a_stride, int parts, int, const uint32_t* b, int groups,
