@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import __version__ as transformers_version
 
 from kv8.errors import ModelError, UnsupportedModelError
 from kv8.models.source_folder import read_json_object
 from kv8.models.weight_storage import check_weight_storage
+from kv8.scales.header import read_header
 from kv8.scales.tensors import weight_files
 
 # Both name the section that makes transformers look for the quantizer's own package. kv8 reads the
@@ -99,14 +99,9 @@ def model_class(config: Any) -> Any | None:
 
 def _dtype_of_first_weight(folder: Path) -> str:
     for file in weight_files(folder):
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (the file is no dict)
-                    dtype = opened.get_slice(name).get_dtype()
-                    if dtype in _SAFETENSORS_DTYPES:
-                        return _SAFETENSORS_DTYPES[dtype]
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} cannot be read: {first_line(error)}") from None
+        for stored in read_header(file).tensors.values():
+            if stored.dtype in _SAFETENSORS_DTYPES:
+                return _SAFETENSORS_DTYPES[stored.dtype]
     raise ModelError(
         f"{folder / 'config.json'} has no field 'dtype', and there are no weights to take it from. "
         f'Add "dtype": "bfloat16" (or what the weights are).'

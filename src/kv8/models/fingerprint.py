@@ -7,12 +7,10 @@ it touches, and every tensor is looked at; what escapes is an edit of single num
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from kv8.errors import ModelError
+from kv8.scales.header import read_header
 from kv8.scales.names import resolve_name
 from kv8.scales.tensors import weight_files
 
@@ -39,21 +37,16 @@ def weights_fingerprint(folder: Path) -> str:
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield name, type with shape, and sampled bytes of every weight in a safetensors file."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header: dict[str, Any] = json.loads(opened.read(length))
-            for name, entry in header.items():
-                if name == "__metadata__" or resolve_name(name) is not None:
-                    continue
-                start, end = (8 + length + offset for offset in entry["data_offsets"])
-                sample = b""
-                for position in _positions(start, end):
-                    opened.seek(position)
-                    sample += opened.read(min(_SAMPLE_BYTES, end - position))
-                yield name, f"{entry['dtype']} {entry['shape']}", sample
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
-        raise ModelError(f"{file} is no complete safetensors file ({error!r}).") from error
+    header = read_header(file)
+    with file.open("rb") as opened:
+        for name, stored in header.tensors.items():
+            if resolve_name(name) is not None:
+                continue
+            sample = b""
+            for position in _positions(stored.start, stored.end):
+                opened.seek(position)
+                sample += opened.read(min(_SAMPLE_BYTES, stored.end - position))
+            yield name, f"{stored.dtype} {list(stored.shape)}", sample
 
 
 def _positions(start: int, end: int) -> tuple[int, ...]:

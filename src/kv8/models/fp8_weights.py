@@ -4,7 +4,6 @@ Such checkpoints often declare that activations are to be quantized too; kv8 com
 activations, which only comes closer to the original model.
 """
 
-import logging
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -16,33 +15,42 @@ from safetensors import safe_open
 from kv8.errors import ModelError
 from kv8.scales.names import resolve_name
 
-_LOGGER = logging.getLogger(__name__)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_ENDINGS = ("_scale", "_scale_inv")  # both are multiplied with the weight
 _ACTIVATION_ENDINGS = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale")
 
 
-def expand_fp8_weights(
-    names: Mapping[str, Path],
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint with FP8 weights expanded to ``dtype``.
+def read_tensors(names: Mapping[str, Path], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint, as stored, on ``device``.
 
     Args:
         names: which file holds each tensor.
-        config: content of config.json.
-        dtype: what FP8 weights become; other tensors stay as they are.
-        device: where they are read to and expanded.
-
-    Raises:
-        ModelError: an FP8 tensor has no scale beside it, or one of a shape that does not fit.
+        device: where they are read to.
     """
     stored: dict[str, torch.Tensor] = {}
     for file, group in groupby(sorted(names, key=lambda name: str(names[name])), names.__getitem__):
         with safe_open(file, "pt", device=str(device)) as opened:
             stored.update((name, opened.get_tensor(name)) for name in group)
+    return stored
+
+
+def expand_fp8_weights(
+    stored: Mapping[str, torch.Tensor],
+    names: Mapping[str, Path],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint with FP8 weights expanded to ``dtype``.
+
+    Args:
+        stored: the checkpoint's tensors.
+        names: which file holds each of them.
+        config: content of config.json.
+        dtype: what FP8 weights become; other tensors stay as they are.
+
+    Raises:
+        ModelError: an FP8 tensor has no scale beside it, or one of a shape that does not fit.
+    """
     block = _block_size(config)
     used: set[str] = set()
     expanded = {}
@@ -59,7 +67,6 @@ def expand_fp8_weights(
         used.add(scale_name)
         scale = _broadcast(stored[scale_name].float(), tensor, block, scale_name)
         expanded[name] = (tensor.float() * scale).to(dtype)
-    _LOGGER.info("%d FP8 weights were expanded to %s.", len(used), str(dtype).split(".")[-1])
     return {
         name: tensor
         for name, tensor in expanded.items()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from kv8.errors import ModelError
+from kv8.scales.header import TORCH_DTYPES, StoredTensor, read_header
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def tensor_names(files: Iterable[Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for file in files:
-        for name in _keys(file):
+        for name in read_header(file).tensors:
             if name in found:
                 raise ModelError(f"Tensor {name} is in {found[name].name} and in {file.name}.")
             found[name] = file
@@ -79,38 +80,35 @@ def num_values(files: Iterable[Path]) -> int:
     Raises:
         ModelError: a file is truncated or damaged.
     """
-    total = 0
-    for file in files:
-        with _open(file) as opened:
-            total += sum(math.prod(opened.get_slice(n).get_shape()) for n in opened.keys())  # noqa: SIM118
-    return total
+    return sum(
+        math.prod(tensor.shape) for file in files for tensor in read_header(file).tensors.values()
+    )
 
 
 def read_small(tensors: Iterable[tuple[str, Path]]) -> Iterator[SmallTensor]:
     """Read the named tensors, opening each file once; order is by file, then name."""
     for file, group in groupby(sorted(tensors, key=lambda t: (t[1], t[0])), key=lambda t: t[1]):
-        with _open(file) as opened:
-            for name, _ in group:
-                shape = tuple(opened.get_slice(name).get_shape())
-                values: tuple[float, ...] = ()
-                dtype = str(opened.get_slice(name).get_dtype())
-                if math.prod(shape) <= _MOST_VALUES:
-                    tensor = opened.get_tensor(name)
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    values = tuple(tensor.to(torch.float32).flatten().tolist())
-                yield SmallTensor(name, file.name, shape, dtype, values)
+        header = read_header(file)
+        for name, _ in group:
+            stored = header.tensors[name]
+            dtype = stored.dtype
+            values: tuple[float, ...] = ()
+            if math.prod(stored.shape) <= _MOST_VALUES and dtype in TORCH_DTYPES:
+                dtype = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
+                values = _values(file, stored)
+            yield SmallTensor(name, file.name, stored.shape, dtype, values)
 
 
 def file_metadata(file: Path) -> dict[str, str]:
     """Return the text entries of a safetensors file's header."""
-    with _open(file) as opened:
-        return dict(opened.metadata() or {})
+    return dict(read_header(file).metadata)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a small file."""
-    with _open(file) as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    read_header(file)
+    tensors: dict[str, torch.Tensor] = load_file(file)
+    return tensors
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -130,17 +128,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _keys(file: Path) -> list[str]:
-    with _open(file) as opened:
-        return list(opened.keys())
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise ModelError(f"{file} is missing.") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is no complete safetensors file ({error}). Fetch or write it again."
-        ) from error
+def _values(file: Path, stored: StoredTensor) -> tuple[float, ...]:
+    with file.open("rb") as opened:
+        opened.seek(stored.start)
+        content = bytearray(opened.read(stored.end - stored.start))
+    if not content:
+        return ()
+    tensor = torch.frombuffer(content, dtype=TORCH_DTYPES[stored.dtype])
+    return tuple(tensor.to(torch.float32).tolist())

@@ -11,6 +11,7 @@ from kv8.engine.layers import check_backend
 from kv8.engine.resolve import ResolvedConfig, resolve_options
 from kv8.engine.resolve_memory import free_memory
 from kv8.errors import CapacityError, RequestError
+from kv8.models.outline import check_tensors
 from kv8.models.tokenizer import load_tokenizer
 from kv8.models.weight_storage import loaded_bytes
 from kv8.options import EngineOptions
@@ -44,6 +45,7 @@ def preflight(options: EngineOptions, settings: ServerSettings) -> Plan:
     template = _read_template(settings.chat_template)
     config = resolve_options(options)
     _check_memory(config)
+    check_tensors(config.source.folder, config.model_config, config.dtype)
     check_backend(config)
     tokenizer = load_tokenizer(config.source, options.tokenizer)
     if template is not None:
