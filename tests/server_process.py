@@ -1,17 +1,27 @@
-"""``kv8 serve`` as a process of its own: signals, exit codes, what it prints."""
+"""``kv8 serve`` as a process of its own, or on a test's own thread, which starts at once."""
 
+import asyncio
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+from unittest import mock
 
 import httpx
+from tests.command_line import Result, kv8
 
+from kv8.server.lifecycle import Lifecycle
+
+_Found = TypeVar("_Found")
+Send = Callable[[signal.Signals], None]
 PATIENCE = 120.0
 
 
@@ -79,3 +89,41 @@ def server_process(*words: object, env: dict[str, str] | None = None) -> Iterato
     finally:
         server.process.kill()
         server.wait()
+
+
+def server_here(
+    use: Callable[[httpx.Client, Send], _Found], *words: object
+) -> tuple[Result, _Found]:
+    """Run ``kv8 serve`` with ``words`` on this thread, which must be the main one, to its end.
+
+    Args:
+        use: called on another thread once the server is ready, with a client of it and a function
+            that sends it a real signal; it must send one, for nothing else ends the server.
+
+    Returns what the command left behind, and what ``use`` returned.
+    """
+    lives: queue.Queue[tuple[Lifecycle, asyncio.AbstractEventLoop]] = queue.Queue()
+    run = Lifecycle.run
+
+    async def noted(life: Lifecycle) -> bool:
+        lives.put((life, asyncio.get_running_loop()))
+        return await run(life)
+
+    def work() -> _Found:
+        life, loop = lives.get(timeout=PATIENCE)
+        try:
+            url = life._listener.url
+            with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+                while client.get("/health").json()["status"] == "loading":
+                    time.sleep(0.02)
+                return use(client, lambda number: os.kill(os.getpid(), number))
+        except BaseException:
+            with suppress(RuntimeError):  # it has ended
+                for _ in range(2):
+                    loop.call_soon_threadsafe(life.stop)
+            raise
+
+    with mock.patch.object(Lifecycle, "run", noted), ThreadPoolExecutor(1) as other:
+        found = other.submit(work)
+        result = kv8("serve", *words)
+        return result, found.result(PATIENCE)

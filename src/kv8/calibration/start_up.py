@@ -42,7 +42,7 @@ def start_engine(options: EngineOptions, *, check_invariants: bool = False) -> E
 
 
 def _measure(model: HookedModel, config: ResolvedConfig, tokenizer: Any) -> ModelScales:
-    data = _samples(config, tokenizer)
+    data = start_samples(config, tokenizer)
     random = config.options.calculate_kv_scales
     observations = Observations(config.dtype, source=RANDOM if random else "")
     collect(model, config, data.sequences, observations)
@@ -58,7 +58,17 @@ def _measure(model: HookedModel, config: ResolvedConfig, tokenizer: Any) -> Mode
     return scales
 
 
-def _samples(config: ResolvedConfig, tokenizer: Any) -> Samples:
+def start_samples(config: ResolvedConfig, tokenizer: Any) -> Samples:
+    """Return what an engine whose options say that it measures its scales measures them on.
+
+    Args:
+        config: the engine's.
+        tokenizer: the model's.
+
+    Raises:
+        RequestError: there is no such text, it cannot be read, or it is too short.
+        SourceError: a data set could not be fetched.
+    """
     options = config.options
     text = options.calibrate_on
     length = _RANDOM_LENGTH if text is None else _TEXT_LENGTH

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from kv8.calibration.start_up import start_samples
 from kv8.engine.layers import check_backend
 from kv8.engine.resolve import ResolvedConfig, resolve_options
 from kv8.engine.resolve_memory import free_memory
@@ -45,11 +46,13 @@ def preflight(options: EngineOptions, settings: ServerSettings) -> Plan:
     template = _read_template(settings.chat_template)
     config = resolve_options(options)
     _check_memory(config)
-    check_tensors(config.source.folder, config.model_config, config.dtype)
     check_backend(config)
     tokenizer = load_tokenizer(config.source, options.tokenizer)
     if template is not None:
         _check_template(settings.chat_template, template, tokenizer)
+    if options.measures_scales:
+        start_samples(config, tokenizer)
+    check_tensors(config.source.folder, config.model_config, config.dtype)
     return Plan(config, tokenizer, template)
 
 
