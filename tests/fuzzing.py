@@ -25,14 +25,23 @@ REQUEST_SECONDS = 60
 ROOT = Path(__file__).parents[1]
 
 
-def fuzz(served: Served, *words: object) -> "subprocess.CompletedProcess[str]":
-    """Run schemathesis against ``served`` with more ``words``; its exit code 0 is a clean run."""
+def fuzz(
+    served: Served, *words: object, most_tokens: int = 12
+) -> "subprocess.CompletedProcess[str]":
+    """Run schemathesis against ``served`` with more ``words``; its exit code 0 is a clean run.
+
+    No answer is longer than ``most_tokens``, unless a request is left as it was made up.
+    """
     command = [
         "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--no-color",
         "--exclude-checks", LEFT_OUT, "--request-timeout", str(REQUEST_SECONDS),
         "--suppress-health-check", "all", *map(str, words),
     ]  # fmt: skip
-    hooks = {"SCHEMATHESIS_HOOKS": "tests.fuzzing_hooks", "PYTHONPATH": str(ROOT)}
+    hooks = {
+        "SCHEMATHESIS_HOOKS": "tests.fuzzing_hooks",
+        "KV8_FUZZ_TOKENS": str(most_tokens),
+        "PYTHONPATH": str(ROOT),
+    }
     with tempfile.TemporaryDirectory() as scratch:  # it leaves a cache where it runs
         return subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, check=False,

@@ -5,12 +5,13 @@ another are a 400. So would be most of what it makes up; with this most gets as 
 and is done there soon enough for the next.
 """
 
+import os
 from typing import Any
 
 import schemathesis
 
 SMALLEST_VOCABULARY = 256
-MOST_TOKENS = 12
+MOST_TOKENS = int(os.environ.get("KV8_FUZZ_TOKENS", "12"))
 LENGTHS = {"/v1/completions": "max_tokens", "/v1/chat/completions": "max_completion_tokens"}
 
 
