@@ -61,10 +61,8 @@ def _refused(request: Request, error: Exception) -> Response:
     told = api_error(error)
     if isinstance(error, ApiError) or not isinstance(error, HTTPException):
         return error_response(told)
-    if told.status_code == 400:  # the framework could not even decode it
-        told.detail = "The body is not JSON: it is compressed, or not UTF-8."
-    else:  # no such route, or method
-        told.detail = f"{request.method} {request.url.path}: {told.detail.lower()}."
+    # No such route, or method.
+    told.detail = f"{request.method} {request.url.path}: {told.detail.lower()}."
     return error_response(told)
 
 

@@ -17,6 +17,7 @@ from kv8.server.generation import (
     submit,
     whole_answer,
 )
+from kv8.server.json_body import JsonRoute
 from kv8.server.logprobs import chat_logprobs, prompt_logprobs
 from kv8.server.mailbox import ChoiceDelta, Mailbox
 from kv8.server.protocol.chat import (
@@ -35,7 +36,7 @@ from kv8.server.state import ServerState
 
 def router(state: ServerState) -> APIRouter:
     """Return the route."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonRoute)
 
     @routes.post(
         "/v1/chat/completions", response_model=ChatCompletion, responses=stream_responses()

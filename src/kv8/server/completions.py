@@ -19,6 +19,7 @@ from kv8.server.generation import (
     submit,
     whole_answer,
 )
+from kv8.server.json_body import JsonRoute
 from kv8.server.logprobs import CompletionReporter, prompt_logprobs
 from kv8.server.mailbox import ChoiceDelta, Mailbox, TokenLogprobs
 from kv8.server.protocol.common import usage_body
@@ -36,7 +37,7 @@ class Echo:
 
 def router(state: ServerState) -> APIRouter:
     """Return the route."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/v1/completions", response_model=Completion, responses=stream_responses())
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from kv8.engine.detokenizer import TokenDecoder
 from kv8.engine.prompts import TokenizedPrompt, conversations, prompts_of
 from kv8.server import tools
+from kv8.server.json_body import JsonRoute
 from kv8.server.protocol.errors import ApiError
 from kv8.server.protocol.tokens import (
     DetokenizeRequest,
@@ -19,7 +20,7 @@ from kv8.server.state import ServerState
 
 def router(state: ServerState) -> APIRouter:
     """Return the routes; they need no engine, and answer while it loads."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model_exclude_none=True)
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

@@ -96,8 +96,31 @@ def test_a_body_that_makes_no_sense_is_answered_with_a_sentence(
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "a/b"])
 def test_what_is_not_sent_as_json_is_refused(served: Served, content_type: str) -> None:
-    status, _ = post(served, b'prompt="a"', content_type)
-    assert 400 <= status < 500
+    status, error = post(served, b'prompt="a"', content_type)
+    assert status == 400
+    assert "Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "prompt is given more than once"),
+        (b'{"prompt": "a", "stream_options": {"x": 1, "x": 1}}', "x is given more than once"),
+        (b'{"prompt": "a", "logit_bias": {"1": NaN}}', "NaN is no number"),
+        (b"[" * 60_000, "nested too deeply"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5_000 + b"}", "too many digits"),
+        (b'{"prompt": "a"} x', "Extra data at character 16"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"{%s}" % b",".join(b'"%d":1' % n for n in range(4097)), "an object of 4,097 members"),
+        (b"{%s}" % b",".join(b'"%d":1' % n for n in range(4096)), "And 4094 more"),
+    ],
+    ids=range(9),
+)
+def test_what_a_body_says_twice_or_too_much_is_told(served: Served, body: bytes, told: str) -> None:
+    """Of two fields of one name, Python's reader ignores the first."""
+    status, error = post(served, body)
+    assert status == 400
+    assert told in error["message"]
 
 
 def test_a_body_beyond_the_limit_is_refused_however_it_is_sent(served: Served) -> None:

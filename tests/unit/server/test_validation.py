@@ -1,7 +1,11 @@
 """Findings about a body, told by place and in a sentence."""
 
 import pytest
+from pydantic import ValidationError
 
+from kv8.server.protocol.chat import ChatCompletionRequest
+from kv8.server.protocol.completions import CompletionRequest
+from kv8.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from kv8.server.protocol.validation import spell_place, validation_error
 
 
@@ -72,11 +76,35 @@ def test_sentences_of_our_own_stay_and_name_their_field() -> None:
     assert error.param == "user"
 
 
-def test_what_is_no_json_is_told_as_such() -> None:
-    findings = [
-        finding("json_invalid", (7,), "JSON decode error") | {"ctx": {"error": "Expecting"}}
-    ]
-    error = validation_error(findings, None)
+def test_what_was_not_sent_as_json_is_told_as_such() -> None:
+    body = b"prompt=a"
+    error = validation_error([finding("model_attributes_type", (), value=body)], body)
     assert error.status_code == 400
-    assert error.code == "invalid_json"
-    assert "Expecting" in error.detail
+    assert "Content-Type: application/json" in error.detail
+
+
+WRONG = [None, 1.5, {}, [], True, "x"] * 500
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "body"),
+    [
+        (CompletionRequest, {"prompt": WRONG}),
+        (CompletionRequest, {"prompt": [WRONG, WRONG]}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 3000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 3000}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * 3000}}),
+        (ChatCompletionRequest, {"messages": WRONG}),
+        (ChatCompletionRequest, {"messages": [{**USER, "content": WRONG}]}),
+        (ChatCompletionRequest, {"messages": [{"role": "assistant", "tool_calls": WRONG}]}),
+        (ChatCompletionRequest, {"messages": [USER], "tools": WRONG}),
+        (TokenizeRequest, {"messages": WRONG}),
+        (DetokenizeRequest, {"tokens": WRONG}),
+    ],
+)
+def test_of_a_list_the_first_wrong_item_is_told(shape, body) -> None:
+    """A body has room for a million; to find fault with each keeps everybody waiting."""
+    with pytest.raises(ValidationError) as caught:
+        shape.model_validate(body)
+    assert caught.value.error_count() <= 6

@@ -15,6 +15,7 @@ from kv8.server.protocol.common import (
     UsageBody,
 )
 from kv8.server.protocol.messages import Message
+from kv8.server.protocol.strict import ListOf
 from kv8.server.protocol.tools import Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _TEXT_ONLY = "kv8 reads and writes text alone."
@@ -41,14 +42,14 @@ class ChatCompletionRequest(GenerationRequest):
         "web_search_options": Refusal("kv8 searches nothing."),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(
         None, ge=1, description="Most tokens of an answer; by default as many as fit."
     )
     max_tokens: int | None = Field(None, ge=1, description="The older name of the same.")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = Field(

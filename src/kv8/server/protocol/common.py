@@ -8,14 +8,14 @@ from pydantic_core import CoreSchema
 
 from kv8.sampling_params import MAX_LOGPROBS, SamplingParams
 from kv8.server.mailbox import Usage
-from kv8.server.protocol.strict import Body, Strict, TokenId
+from kv8.server.protocol.strict import Body, ListOf, Strict, TokenId
 from kv8.server.protocol.structured import ResponseFormat, StructuredOutputs
 
 MOST_CHOICES = 128  # as OpenAI has it
 LARGEST_SEED = 2**63 - 1
 _ABOUT = ("title", "description", "default")  # of a field, whatever type it has
 
-Stop = str | list[str] | None
+Stop = str | ListOf[str] | None
 
 # Of answers: fields that OpenAI does not have are there when they were asked for, never null.
 OMITTED: Any = Field(None, exclude_if=lambda value: value is None)
@@ -66,7 +66,7 @@ class GenerationRequest(Body):
     repetition_penalty: float = Field(1.0, gt=0)
     seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
     stop: Stop = Field(None, description="Up to here, without it.")
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: ListOf[TokenId] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     include_stop_str_in_output: bool = False

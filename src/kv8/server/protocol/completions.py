@@ -14,9 +14,9 @@ from kv8.server.protocol.common import (
     TokenIds,
     UsageBody,
 )
-from kv8.server.protocol.strict import TokenId
+from kv8.server.protocol.strict import ListOf, TokenId
 
-_TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+_TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 _MOST_PROMPTS = 1024
 
 
@@ -33,8 +33,8 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | _TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[ListOf[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[ListOf[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)]
     ) = Field(description="Text, token numbers, or a list of either.")
     max_tokens: int | None = Field(16, ge=1, description="Most tokens of a completion.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kv8.server.protocol.strict import Strict
+from kv8.server.protocol.strict import ListOf, Strict
 from kv8.server.protocol.tools import ToolCall
 
 
@@ -15,7 +15,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[ListOf[TextPart], Field(min_length=1)]
 
 
 class SystemMessage(Strict):
@@ -38,7 +38,7 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Content | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], Field(min_length=1)] | None = None
 
 
 class ToolMessage(Strict):

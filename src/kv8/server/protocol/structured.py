@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kv8.server.protocol.strict import Strict
+from kv8.server.protocol.strict import ListOf, Strict
 
 
 class TextFormat(Strict):
@@ -50,5 +50,5 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None

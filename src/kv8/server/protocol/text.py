@@ -1,5 +1,6 @@
 """Whether everything in a body that should be text is text."""
 
+import json
 from typing import Any
 
 
@@ -9,6 +10,14 @@ def require_text(body: Any) -> None:
     Raises:
         ValueError: there is one; says where.
     """
+    try:
+        # Nearly every body passes, and this tells so faster than any loop in Python.
+        json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        _find_what_is_none(body)
+
+
+def _find_what_is_none(body: Any) -> None:
     rest: list[tuple[str, Any]] = [("", body)]
     while rest:
         place, value = rest.pop()
@@ -23,8 +32,6 @@ def require_text(body: Any) -> None:
 
 
 def _require(text: str, place: str) -> None:
-    if text.isascii():  # most are, and it costs nothing to see
-        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

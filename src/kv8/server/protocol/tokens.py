@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, model_validator
 
 from kv8.server.protocol.messages import Message
-from kv8.server.protocol.strict import Body, TokenId
+from kv8.server.protocol.strict import Body, ListOf, TokenId
 
 
 class TokenizeRequest(Body):
@@ -13,7 +13,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool = Field(
         True, description="With messages: whether the template adds what begins an answer."
     )
@@ -39,7 +39,7 @@ class DetokenizeRequest(Body):
     """Tokens to turn into text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
 
 
 class DetokenizeResponse(BaseModel):

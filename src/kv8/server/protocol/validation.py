@@ -1,12 +1,17 @@
 """What was wrong with a body, told by field: pydantic's findings in OpenAI's words."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from reprlib import Repr
 from typing import Any
 
 from kv8.server.protocol.errors import ApiError, field_of
 
 _MOST = 3  # findings told at once
 _LONGEST_VALUE = 60
+# Quotes what was sent without writing out all of it first.
+_quote = Repr()
+_quote.maxlist = _quote.maxdict = _quote.maxstring = _quote.maxlong = _quote.maxother = 80
 
 
 def validation_error(findings: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -15,11 +20,13 @@ def validation_error(findings: Sequence[Mapping[str, Any]], body: Any) -> ApiErr
     Args:
         findings: as `pydantic.ValidationError.errors` lists them, each place led by where it was
             looked for ("body", "query").
-        body: what was sent, as far as it was JSON.
+        body: what was sent; bytes if it was not sent as JSON.
     """
-    if any(finding["type"] == "json_invalid" for finding in findings):
-        reason = findings[0].get("ctx", {}).get("error", "it cannot be read")
-        return ApiError(400, f"The body is not JSON: {reason}.", code="invalid_json")
+    if isinstance(body, bytes):  # the framework reads as JSON what is called so, and nothing else
+        return ApiError(
+            400,
+            "The body was not sent as JSON. Send it so, with Content-Type: application/json.",
+        )
     placed = [(_place(finding, body), finding) for finding in findings]
     told = list(dict.fromkeys(_sentence(place, finding) for place, finding in _deepest(placed)))
     message = " ".join(told[:_MOST])
@@ -40,15 +47,15 @@ def _deepest(placed: Sequence[_Placed]) -> list[_Placed]:
     """
     if too_long := [one for one in placed if one[1]["type"] == "too_long"]:
         return too_long
-    return [
-        (place, finding)
-        for place, finding in placed
-        if not any(_is_inside(other, place) for other, _ in placed)
-    ]
+    outer = {ancestor for place, _ in placed for ancestor in _ancestors(place)}
+    return [(place, finding) for place, finding in placed if place not in outer]
 
 
-def _is_inside(place: str, outer: str) -> bool:
-    return bool(outer) and place.startswith((f"{outer}.", f"{outer}["))
+def _ancestors(place: str) -> Iterator[str]:
+    """Yield the places that ``place`` is inside of: of ``a[0].b``, ``a[0]`` and ``a``."""
+    for border in re.finditer(r"[.\[]", place):
+        if border.start():
+            yield place[: border.start()]
 
 
 def _place(finding: Mapping[str, Any], body: Any) -> str:
@@ -86,7 +93,7 @@ def spell_place(place: Sequence[int | str], body: Any, *, missing: bool = False)
 
 def _sentence(place: str, finding: Mapping[str, Any]) -> str:
     kind, message = finding["type"], str(finding["msg"])
-    value = repr(finding.get("input"))
+    value = _quote.repr(finding.get("input"))
     if kind in ("missing", "union_tag_not_found"):
         return f"{place or 'The body'} is missing."
     if kind == "extra_forbidden":
