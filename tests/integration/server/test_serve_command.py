@@ -1,5 +1,6 @@
 """``kv8 serve`` as users run it: its flags, its signals, its exit code, what it says."""
 
+import gc
 import signal
 import sys
 
@@ -33,9 +34,10 @@ MEMORY = ("--port", 0, "--kv-cache-memory", "2MiB")
 def test_the_flags_of_vllm_serve_work_as_they_are_until_a_signal_that_ends_with_0(
     tiny_model, family, words, expected, number
 ) -> None:
-    """A signal has what runs finished."""
+    """A signal has what runs finished. Meanwhile nobody waits for the garbage collector."""
 
     def use(client, stop) -> tuple[list, str]:
+        assert gc.get_freeze_count() > 0
         layers = client.get("/v1/kv_cache").json()["layers"]
         with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as got:
             lines = got.iter_lines()
@@ -47,6 +49,7 @@ def test_the_flags_of_vllm_serve_work_as_they_are_until_a_signal_that_ends_with_
     assert [layer["dtype"] for layer in layers] == expected
     assert last == "data: [DONE]"
     assert result.code == 0, result.err
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_key_comes_from_the_environment_and_a_second_signal_ends_what_runs(tiny_model) -> None:

@@ -108,3 +108,24 @@ def test_of_a_list_the_first_wrong_item_is_told(shape, body) -> None:
     with pytest.raises(ValidationError) as caught:
         shape.model_validate(body)
     assert caught.value.error_count() <= 6
+
+
+@pytest.mark.parametrize(
+    ("form", "largest"),
+    [
+        ({"choice": ["x"] * 10_000}, True),
+        ({"choice": ["x"] * 10_001}, False),
+        ({"regex": "x" * 131_072}, True),
+        ({"regex": "x" * 131_073}, False),
+        ({"grammar": "x" * 131_073}, False),
+        ({"json": "x" * 131_073}, False),
+    ],
+)
+def test_forms_have_a_largest_size(form, largest) -> None:
+    """One of a million characters takes minutes to compile, on a thread that others wait for."""
+    body = {"prompt": "a", "structured_outputs": form}
+    if largest:
+        CompletionRequest.model_validate(body)
+    else:
+        with pytest.raises(ValidationError, match="structured_outputs"):
+            CompletionRequest.model_validate(body)

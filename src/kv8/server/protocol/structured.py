@@ -1,10 +1,16 @@
 """What form an answer is to have: OpenAI's ``response_format``, vLLM's ``structured_outputs``."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from kv8.server.protocol.strict import ListOf, Strict
+
+# To compile a form takes about as long as a second with this much of it, and ten times as much may
+# take minutes.
+MOST_CHARACTERS: Final = 131_072
+MOST_CHOICES_OF_TEXT: Final = 10_000
+FormText = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
 class TextFormat(Strict):
@@ -47,8 +53,8 @@ ResponseFormat = Annotated[
 class StructuredOutputs(Strict):
     """The form of an answer, exactly one; see `kv8.structured_outputs`."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: dict[str, Any] | FormText | None = Field(None, alias="json")
     json_object: bool | None = None
-    regex: str | None = None
-    choice: ListOf[str] | None = None
-    grammar: str | None = None
+    regex: FormText | None = None
+    choice: Annotated[ListOf[str], Field(max_length=MOST_CHOICES_OF_TEXT)] | None = None
+    grammar: FormText | None = None
