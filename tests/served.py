@@ -73,6 +73,7 @@ class Served:
             make_app(self.state),
             self.state.engine,
             self._listener,
+            model=self._options.model,
             drain_timeout=self._settings.drain_timeout,
             say=self.said.append,
         )

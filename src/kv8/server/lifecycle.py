@@ -42,6 +42,7 @@ class Lifecycle:
         app: what is served.
         engine: not started yet.
         listener: open.
+        model: what is served, as the user named it.
         drain_timeout: seconds that accepted requests have once the server is to stop.
         say: tells whoever started the server how it goes.
     """
@@ -52,9 +53,11 @@ class Lifecycle:
         engine: EngineThread,
         listener: Listener,
         *,
+        model: str,
         drain_timeout: float,
         say: Callable[[str], None],
     ) -> None:
+        self._model = model
         self._engine = engine
         self._listener = listener
         self._drain_timeout = drain_timeout
@@ -87,6 +90,7 @@ class Lifecycle:
         web = asyncio.create_task(self._web.serve(sockets=[self._listener.socket]))
         with self._signals():
             try:
+                self._say(f"listening on {self._listener.url}, loading {self._model}")
                 self._engine.start()
                 await self._until_stopped(web, self._engine.loaded())
                 if not self._stop.is_set():

@@ -57,7 +57,6 @@ def serve(
             "--api-key, or listen on 127.0.0.1.",
             settings.host,
         )
-    say(f"listening on {listener.url}, loading {options.model}")
     state = make_state(options, settings, plan, lambda options: _settled(make_engine(options)))
     try:
         return asyncio.run(_run(state, listener, say))
@@ -101,6 +100,7 @@ async def _run(state: ServerState, listener: Listener, say: Callable[[str], None
         make_app(state),
         state.engine,
         listener,
+        model=state.options.model,
         drain_timeout=state.settings.drain_timeout,
         say=say,
     )

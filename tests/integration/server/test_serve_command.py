@@ -32,9 +32,12 @@ MEMORY = ("--port", 0, "--kv-cache-memory", "2MiB")
     ],
 )
 def test_the_flags_of_vllm_serve_work_as_they_are_until_a_signal_that_ends_with_0(
-    tiny_model, family, words, expected, number
+    tiny_model, family, words, expected, number, monkeypatch
 ) -> None:
     """A signal has what runs finished. Meanwhile nobody waits for the garbage collector."""
+    handlers = []  # of the signal, when each line is said
+    monkeypatch.setattr("kv8.cli.serve.note", lambda _: handlers.append(signal.getsignal(number)))
+    before = signal.getsignal(number)
 
     def use(client, stop) -> tuple[list, str]:
         assert gc.get_freeze_count() > 0
@@ -50,6 +53,8 @@ def test_the_flags_of_vllm_serve_work_as_they_are_until_a_signal_that_ends_with_
     assert last == "data: [DONE]"
     assert result.code == 0, result.err
     assert gc.get_freeze_count() == 0
+    assert len(handlers) >= 2
+    assert before not in handlers  # a signal counts from the first line on
 
 
 def test_the_key_comes_from_the_environment_and_a_second_signal_ends_what_runs(tiny_model) -> None:
