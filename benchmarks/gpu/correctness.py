@@ -26,7 +26,7 @@ from kv8.attention.layer import LayerCounters
 from kv8.attention.naive import naive_attention
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
-from kv8.bench.clock import recorded
+from kv8.kernels.clock import recorded
 from kv8.formats.encode import bits
 
 _MOST_PROCESSES: Final = 12

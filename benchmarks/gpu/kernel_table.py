@@ -13,7 +13,7 @@ from kv8.attention.backend import AttentionBackend
 from kv8.attention.layer import LayerAttention
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
-from kv8.bench.clock import recorded, seconds_of
+from kv8.kernels.clock import recorded, seconds_of
 from kv8.bench.timing import Samples
 from kv8.formats.base import BFLOAT16, FP8_E4M3, FP8_E5M2, KVFormat
 

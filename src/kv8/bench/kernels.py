@@ -17,7 +17,7 @@ from kv8.attention.layer import LayerAttention
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
-from kv8.bench.clock import recorded
+from kv8.kernels.clock import recorded
 from kv8.bench.conditions import Conditions, l2_bytes
 from kv8.bench.phases import short_name
 from kv8.bench.report import Report

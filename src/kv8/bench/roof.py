@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from kv8.bench.clock import seconds_of
+from kv8.kernels.clock import seconds_of
 from kv8.bench.timing import Samples
 
 _BUFFER_BYTES: Final = 2**29  # more than caches hold

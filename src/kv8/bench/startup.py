@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv8.bench.clock import seconds_of
+from kv8.kernels.clock import seconds_of
 from kv8.bench.conditions import Conditions
 from kv8.bench.phases import cache_memory, short_name
 from kv8.bench.report import Report
