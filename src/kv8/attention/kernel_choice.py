@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -11,10 +11,6 @@ from kv8.attention.layer import LayerAttention
 
 Kernels = Literal["triton", "flash3"]
 Timer = Callable[[Callable[[], object]], float]  # runs some work and returns the seconds it took
-
-_MOST_PROMPT: Final = 8192
-_MOST_SEQUENCES: Final = 32
-_MOST_CONTEXT: Final = 2048
 
 
 @dataclass(frozen=True)
@@ -55,24 +51,25 @@ class MadeUpWork:
     """The sizes of what is timed.
 
     Attributes:
-        prompt: tokens of a prompt computed at once.
+        prompt: tokens of a prompt, of which most are computed at once.
         sequences: sequences that decode side by side.
-        context: tokens each of them sees.
+        context: tokens the longest of them sees.
     """
 
-    prompt: int
-    sequences: int
-    context: int
+    prompt: int = 8192
+    sequences: int = 32
+    context: int = 2048
 
     @classmethod
     def within(
         cls, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
     ) -> "MadeUpWork":
         """Return sizes that are typical of an engine with these limits, and within them."""
+        most = cls()
         return cls(
-            prompt=max(1, min(_MOST_PROMPT, max_num_batched_tokens, max_model_len)),
-            sequences=min(_MOST_SEQUENCES, max_num_seqs),
-            context=min(_MOST_CONTEXT, max_model_len),
+            prompt=min(most.prompt, max_num_batched_tokens, max_model_len),
+            sequences=min(most.sequences, max_num_seqs),
+            context=min(most.context, max_model_len),
         )
 
     @property
@@ -144,6 +141,10 @@ class KernelChoice:
     def kernels(self, kind: LayerKind, *, decodes: bool) -> Kernels:
         """Return what attends over layers of ``kind``."""
         return self.by_kind.get(kind, KindChoice()).kernels(decodes=decodes)
+
+    def described(self) -> dict[str, str]:
+        """Return what was chosen and measured, by kind of layer, for people."""
+        return {str(kind): str(chosen) for kind, chosen in self.by_kind.items()}
 
 
 @runtime_checkable

@@ -1,0 +1,126 @@
+"""An engine's choice of kernels: measured before memory is divided up, shown, and used."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.attention_backends import triton_backend
+from tests.engines import start_engine
+from tests.flash3_stand_in import stand_in
+from tests.unit.engine.test_gpu_memory import MIB, ScriptedMeter
+
+from kv8.attention import select
+from kv8.attention.reference import ReferenceBackend
+from kv8.engine.attention_kernels import choose_kernels
+from kv8.engine.gpu_memory import MemoryBudget
+from kv8.engine.largest_step import build_prompts
+from kv8.engine.report import live_report
+from kv8.engine.resolve import resolve_options
+from kv8.engine.runner import Runner
+from kv8.errors import ScaleError
+from kv8.options import EngineOptions
+
+SCALES = {"k": 0.02, "v": 0.02, "q": 0.02}
+
+
+def clock(work):
+    """FlashAttention 3 takes half of triton's time for prompts, and twice as much for decoding."""
+    made_up, backend = work.func.__self__, work.args[0]
+    if backend.name == "triton":
+        return 1e-3
+    return 2e-3 if set(made_up.batch.query_lens_host) == {1} else 0.5e-3
+
+
+@pytest.fixture
+def flash3(monkeypatch):
+    """Let `auto` measure, as on a GPU with FlashAttention 3; return that one's calls."""
+    triton_backend()  # or skip
+    from kv8.attention.flash3 import Flash3Backend
+    from kv8.attention.measured import MeasuredBackend
+
+    calls = []
+
+    def attend(**arguments):
+        calls.append(arguments)
+        return stand_in(**arguments)
+
+    entries = (
+        select.BackendEntry("measured", lambda: MeasuredBackend(attend), ""),
+        select.BackendEntry("flash3", lambda: Flash3Backend(attend), ""),
+        select.BackendEntry("reference", ReferenceBackend, ""),
+    )
+    monkeypatch.setattr(select.select_backend, "__defaults__", (entries,))
+    return calls
+
+
+def load(folder, **options):
+    """Return a loaded model, and the settings of an engine that would serve it."""
+    common = {
+        "model": str(folder), "dtype": "bfloat16", "max_model_len": 24, "block_size": 4,
+        "max_num_seqs": 2, "max_num_batched_tokens": 12, "enforce_eager": True,
+    }  # fmt: skip
+    model = start_engine(folder, dtype="bfloat16", attention_backend="reference").runner.model
+    return model, resolve_options(EngineOptions(**common | options))
+
+
+def test_it_is_measured_shown_and_used(tiny_model, flash3) -> None:
+    """A model of two kinds of layers, with windows and without."""
+    model, config = load(tiny_model("gemma3"), kv_cache_memory="1MiB")
+    assert choose_kernels(model, config) is config  # no GPU, no clock
+    config = choose_kernels(model, config, clock)
+    runner = Runner(model, config)
+    setting = live_report(config, runner).as_json()["settings"]["attention_kernels"]
+    assert setting["value"] == "flash3 for prompts, triton for decoding"
+    for part in (
+        "a prompt of 12 tokens and on decoding 2 x 24",
+        "layers in bfloat16, all tokens: prompts by flash3 (triton 1,000 µs, flash3 500 µs)",
+        "layers in bfloat16, window",
+        "decoding by triton (triton 1,000 µs, flash3 2,000 µs)",
+    ):
+        assert part in setting["reason"]
+    flash3.clear()
+    step = build_prompts(config, [5], model.device)
+    found = runner.run(step)
+    assert len(flash3) == len(config.geometry.layers)
+    plain = Runner(model, replace(config, kernel_choice=None)).run(step)
+    assert len(flash3) == len(config.geometry.layers)
+    assert (found - plain).abs().max() < 0.05 * plain.abs().max()
+
+
+def test_memory_is_measured_with_the_kernels_that_were_chosen(tiny_model, flash3) -> None:
+    model, config = load(tiny_model("llama"))
+    config = choose_kernels(model, config, clock)
+    flash3.clear()
+    budget = MemoryBudget(ScriptedMeter(graphs=(0, 0)), 100 * MIB, 0.5)
+    config = budget.fit_cache(model, config, lambda _: lambda work: work)
+    assert {int(call["cu_seqlens_q"][-1]) for call in flash3} == {12}  # the largest step
+    assert config.kernel_choice is not None
+
+
+def test_scales_may_change_what_can_be_chosen(tiny_model, flash3) -> None:
+    """FlashAttention 3 takes one q scale for the heads of a KV head; the triton kernels take any.
+    Where it was asked for by name, such scales are refused before anything is changed.
+    """
+    numbers = range(4)
+    alike = dict.fromkeys(numbers, SCALES)
+    model, config = load(
+        tiny_model("llama"), kv_cache_dtype="fp8", kv_scales=alike, kv_cache_memory="1MiB"
+    )
+    config = choose_kernels(model, config, clock)
+    num_heads = config.geometry.layer(0).num_heads
+    apart = {layer: SCALES | {"q": [0.01 * (1 + n) for n in range(num_heads)]} for layer in numbers}
+    runner, step = Runner(model, config), build_prompts(config, [2], model.device)
+    assert runner.layers[0].q_scale is not None
+    flash3.clear()
+    runner.run(step)
+    assert flash3
+    flash3.clear()
+    runner.set_scales(apart)
+    runner.run(step)
+    assert not flash3
+
+    asked = replace(config, options=replace(config.options, attention_backend="flash3"))
+    by_name = Runner(model, asked)
+    with pytest.raises(ScaleError, match=r"layer 0.*one q scale for all query heads of a KV head"):
+        by_name.set_scales(apart)
+    assert torch.equal(by_name.layers[0].q_scale, torch.full((num_heads,), 0.02))
