@@ -2,7 +2,12 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
+from tests.attention_backends import triton_backend
+
+from kv8.attention import select
+from kv8.attention.reference import ReferenceBackend
 
 
 def stand_in(
@@ -44,3 +49,25 @@ def stand_in(
         weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
         output[starts[s] : starts[s + 1]] = torch.einsum("kjtn,nkd->tkjd", weights, v).flatten(1, 2)
     return output.to(torch.bfloat16 if q.element_size() == 1 else q.dtype)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Let `auto` measure, as on a GPU with FlashAttention 3; return the list of its calls."""
+    triton_backend()  # or skip
+    from kv8.attention.flash3 import Flash3Backend
+    from kv8.attention.measured import MeasuredBackend
+
+    calls = []
+
+    def attend(**arguments):
+        calls.append(arguments)
+        return stand_in(**arguments)
+
+    entries = (
+        select.BackendEntry("measured", lambda: MeasuredBackend(attend), ""),
+        select.BackendEntry("triton", triton_backend, ""),
+        select.BackendEntry("flash3", lambda: Flash3Backend(attend), ""),
+        select.BackendEntry("reference", ReferenceBackend, ""),
+    )
+    monkeypatch.setattr(select.select_backend, "__defaults__", (entries,))
+    return calls

@@ -4,13 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.attention_backends import triton_backend
 from tests.engines import start_engine
-from tests.flash3_stand_in import stand_in
+from tests.flash3_stand_in import install
 from tests.unit.engine.test_gpu_memory import MIB, ScriptedMeter
 
-from kv8.attention import select
-from kv8.attention.reference import ReferenceBackend
 from kv8.engine.attention_kernels import choose_kernels
 from kv8.engine.gpu_memory import MemoryBudget
 from kv8.engine.largest_step import build_prompts
@@ -33,24 +30,7 @@ def clock(work):
 
 @pytest.fixture
 def flash3(monkeypatch):
-    """Let `auto` measure, as on a GPU with FlashAttention 3; return that one's calls."""
-    triton_backend()  # or skip
-    from kv8.attention.flash3 import Flash3Backend
-    from kv8.attention.measured import MeasuredBackend
-
-    calls = []
-
-    def attend(**arguments):
-        calls.append(arguments)
-        return stand_in(**arguments)
-
-    entries = (
-        select.BackendEntry("measured", lambda: MeasuredBackend(attend), ""),
-        select.BackendEntry("flash3", lambda: Flash3Backend(attend), ""),
-        select.BackendEntry("reference", ReferenceBackend, ""),
-    )
-    monkeypatch.setattr(select.select_backend, "__defaults__", (entries,))
-    return calls
+    return install(monkeypatch)
 
 
 def load(folder, **options):
