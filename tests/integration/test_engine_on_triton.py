@@ -1,4 +1,4 @@
-"""The engine over the GPU kernels, in Triton's interpreter: the tokens are those of the reference."""
+"""The engine over the GPU kernels, interpreted: its tokens are those of the reference backend."""
 
 from tests.attention_backends import triton_backend
 from tests.engines import run, start_engine, tokens
