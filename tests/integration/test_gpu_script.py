@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import plan
 from benchmarks.gpu.sections import Run, Section, row
+from tests.attention_backends import triton_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("environment", "correctness", "long_context", "engines", "kernels", "whole_engine")
@@ -20,7 +21,7 @@ SECTIONS = ("environment", "correctness", "long_context", "engines", "kernels", 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what a dry run wrote; it passed."""
-    pytest.importorskip("triton")
+    triton_backend()  # or skip; the interpreter's own set-up, once and not at every launch
     folder = tmp_path_factory.mktemp("gpu")
     code = program.main(["--dry-run", "--out", str(folder)])
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
