@@ -94,7 +94,7 @@ class Engine:
             digest_key=self.runner.cache_key(),
         )
         longest = config.max_model_len
-        self.builder = BatchBuilder.over(self.cache, config.layout, longest, model.device)
+        self.builder = BatchBuilder(self.cache, longest, model.device)
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=options.max_num_seqs,

@@ -52,7 +52,7 @@ def build_prompts(
         enable_prefix_caching=False,
         digest_key=b"",
     )
-    builder = BatchBuilder.over(cache, layout, max(lengths), device)
+    builder = BatchBuilder(cache, max(lengths), device)
     requests = [
         Request(
             request_id=f"made up {number}",
