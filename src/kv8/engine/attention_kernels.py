@@ -98,7 +98,9 @@ def _describe(
         prefill, decode = used.pop()
         value = prefill if prefill == decode else f"{prefill} for prompts, {decode} for decoding"
     found = "; ".join(
-        f"{len(layers[kind])} layers in {kind}: {chosen}" for kind, chosen in choice.by_kind.items()
+        f"{len(numbers)} {'layer' if len(numbers) == 1 else 'layers'} in {kind}: "
+        f"{choice.by_kind[kind]}"
+        for kind, numbers in layers.items()
     )
     return value, (
         f"measured on a step with a prompt of {work.prompt:,} tokens and on decoding "

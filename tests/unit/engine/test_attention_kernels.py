@@ -1,11 +1,13 @@
 """An engine's choice of kernels: measured before memory is divided up, shown, and used."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from tests.engines import start_engine
+from tests.engines import run, start_engine, tokens
 from tests.flash3_stand_in import install
+from tests.tiny_models import prompt_ids
 from tests.unit.engine.test_gpu_memory import MIB, ScriptedMeter
 
 from kv8.engine.attention_kernels import choose_kernels
@@ -17,6 +19,7 @@ from kv8.engine.runner import Runner
 from kv8.errors import ScaleError
 from kv8.options import EngineOptions
 
+TYPES = ["sliding_attention", "full_attention"]
 SCALES = {"k": 0.02, "v": 0.02, "q": 0.02}
 
 
@@ -43,28 +46,32 @@ def load(folder, **options):
     return model, resolve_options(EngineOptions(**common | options))
 
 
-def test_it_is_measured_shown_and_used(tiny_model, flash3) -> None:
-    """A model of two kinds of layers, with windows and without."""
-    model, config = load(tiny_model("gemma3"), kv_cache_memory="1MiB")
-    assert choose_kernels(model, config) is config  # no GPU, no clock
-    config = choose_kernels(model, config, clock)
-    runner = Runner(model, config)
-    setting = live_report(config, runner).as_json()["settings"]["attention_kernels"]
-    assert setting["value"] == "flash3 for prompts, triton for decoding"
+def test_it_is_measured_shown_and_used(tiny_model, flash3, monkeypatch) -> None:
+    """By an engine on `auto`, over a model of two kinds of layers, with windows and without."""
+    folder = tiny_model("gemma3", num_hidden_layers=2, layer_types=TYPES)
+    options = {"dtype": "bfloat16", "block_size": 4, "max_model_len": 12, "max_num_seqs": 2}
+    monkeypatch.setattr("kv8.engine.engine.choose_kernels", partial(choose_kernels, timer=clock))
+    engine = start_engine(folder, **options)
+    settings = live_report(engine.config, engine.runner).as_json()["settings"]
+    assert settings["attention_kernels"]["value"] == "flash3 for prompts, triton for decoding"
     for part in (
-        "a prompt of 12 tokens and on decoding 2 x 24",
-        "layers in bfloat16, all tokens: prompts by flash3 (triton 1,000 µs, flash3 500 µs)",
-        "layers in bfloat16, window",
+        "a prompt of 12 tokens and on decoding 2 x 12",
+        "1 layer in bfloat16, all tokens: prompts by flash3 (triton 1,000 µs, flash3 500 µs)",
+        "1 layer in bfloat16, window 8: prompts by flash3",
         "decoding by triton (triton 1,000 µs, flash3 2,000 µs)",
     ):
-        assert part in setting["reason"]
+        assert part in settings["attention_kernels"]["reason"]
     flash3.clear()
-    step = build_prompts(config, [5], model.device)
-    found = runner.run(step)
-    assert len(flash3) == len(config.geometry.layers)
-    plain = Runner(model, replace(config, kernel_choice=None)).run(step)
-    assert len(flash3) == len(config.geometry.layers)
-    assert (found - plain).abs().max() < 0.05 * plain.abs().max()
+    found = run(engine, [prompt_ids(9)], max_tokens=2, ignore_eos=True)
+    assert [call["max_seqlen_q"] for call in flash3] == [9, 9]  # layers; decoding is triton's
+    monkeypatch.undo()
+    plain = run(start_engine(folder, **options), [prompt_ids(9)], max_tokens=2, ignore_eos=True)
+    assert tokens(found) == tokens(plain)
+
+
+def test_without_a_gpu_nothing_is_measured(tiny_model, flash3) -> None:
+    model, config = load(tiny_model("llama"), kv_cache_memory="1MiB")
+    assert choose_kernels(model, config) is config
 
 
 def test_memory_is_measured_with_the_kernels_that_were_chosen(tiny_model, flash3) -> None:
