@@ -102,6 +102,8 @@ def _describe(
         f"{choice.by_kind[kind]}"
         for kind, numbers in layers.items()
     )
+    if all(chosen.prefill is None for chosen in choice.by_kind.values()):
+        return value, found
     return value, (
         f"measured on a step with a prompt of {work.prompt:,} tokens and on decoding "
         f"{work.sequences} x {work.context:,}; recorded decode steps are triton's. {found}"

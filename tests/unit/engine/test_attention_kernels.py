@@ -69,9 +69,16 @@ def test_it_is_measured_shown_and_used(tiny_model, flash3, monkeypatch) -> None:
     assert tokens(found) == tokens(plain)
 
 
-def test_without_a_gpu_nothing_is_measured(tiny_model, flash3) -> None:
-    model, config = load(tiny_model("llama"), kv_cache_memory="1MiB")
+def test_where_there_is_no_choice_nothing_is_measured(tiny_model, flash3) -> None:
+    """Without a GPU, or over an FP8 cache without q scales; the settings say why."""
+    folder = tiny_model("llama", num_hidden_layers=1)
+    model, config = load(folder, kv_cache_memory="1MiB", kv_cache_dtype="fp8")
     assert choose_kernels(model, config) is config
+    setting = choose_kernels(model, config, clock).decisions[-1]
+    assert (setting.name, setting.value) == ("attention_kernels", "triton")
+    assert setting.reason.startswith("1 layer in fp8_e4m3, all tokens: triton: FlashAttention 3")
+    assert "needs q scales" in setting.reason
+    assert not flash3
 
 
 def test_memory_is_measured_with_the_kernels_that_were_chosen(tiny_model, flash3) -> None:
