@@ -22,12 +22,12 @@ def triton_backend() -> AttentionBackend:
         pytest.skip("Triton is not installed")
     from kv8.attention.triton import TritonBackend
 
-    _patch_language_once()
+    patch_language_once()
     return TritonBackend()
 
 
 @cache
-def _patch_language_once() -> None:
+def patch_language_once() -> None:
     """Let Triton's interpreter replace its language's functions once, not at every call.
 
     That took more than half of the tests' time.

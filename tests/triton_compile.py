@@ -27,6 +27,7 @@ from kv8.formats.lookup import get_format
 from kv8.kernels import triton_launch as launch
 from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
 from kv8.kernels.triton_config import Device
+from kv8.kernels.triton_decode import combine_kernel
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -212,13 +213,21 @@ def narrow_strides(ttir: str) -> list[str]:
 
 
 def main() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what was found of each build that standard input asks for."""
+    """Yield what was found of each build that standard input asks for.
+
+    The merge of parts is plain arithmetic on float32, so once for a kind of device is enough.
+    """
+    merged = set()
     for job in json.loads(sys.stdin.read()):
         target, device = TARGETS[job["target"]]
         options = job["options"] | {
             "dtype": getattr(torch, job["options"].get("dtype", "bfloat16"))
         }
         for recorded in make_launches(device, job["kind"], job["stored_as"], **options):
+            if recorded.kernel is combine_kernel:
+                if target.backend in merged:
+                    continue
+                merged.add(target.backend)
             compiled = compile_launch(recorded, target)
             yield f"{job['name']}: {recorded.kernel.__name__}", examine(compiled, target)
 

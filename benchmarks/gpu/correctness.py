@@ -26,8 +26,8 @@ from kv8.attention.layer import LayerCounters
 from kv8.attention.naive import naive_attention
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
-from kv8.bench.clock import recorded
 from kv8.formats.encode import bits
+from kv8.kernels.clock import recorded
 
 _MOST_PROCESSES: Final = 12
 _MOST_SECONDS: Final = 100.0

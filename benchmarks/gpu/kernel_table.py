@@ -10,12 +10,13 @@ from benchmarks.gpu.environment import roof_of
 from benchmarks.gpu.sections import Context, row
 
 from kv8.attention.backend import AttentionBackend
+from kv8.attention.kernel_choice import ChoosesKernels, KindChoice, MadeUpWork
 from kv8.attention.layer import LayerAttention
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
-from kv8.bench.clock import recorded, seconds_of
 from kv8.bench.timing import Samples
-from kv8.formats.base import BFLOAT16, FP8_E4M3, FP8_E5M2, KVFormat
+from kv8.formats.base import BFLOAT16, FP8_E4M3, FP8_E5M2
+from kv8.kernels.clock import recorded, seconds_of
 
 _DECODE: Final = ((64, 8192), (8, 32_768))
 _GOALS: Final = {
@@ -25,6 +26,7 @@ _GOALS: Final = {
     "prefill": 400,
     "fp8": 500,
     "store": 0.7,
+    "chosen": 0.97,  # no slower, but for what two medians of the same thing differ by
 }
 # Where FlashAttention 3 is not installed: what it took on an H200 over an FP8 cache, recorded on
 # 29 November 2026, in microseconds.
@@ -137,7 +139,10 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
     ):  # fmt: skip
         (layer,) = shape.layers(kv_format, tokens)
         layer = _with_queries(layer) if fp8_queries else layer
-        for backend_name in _prefill_backends(kv_format, fp8_queries):
+        raced = _race(layer, shape, tokens)
+        chosen = "triton" if raced is None else raced.kernels(decodes=False)
+        seconds: dict[str, float] = {}
+        for backend_name in _prefill_backends(raced):
             backend = select_backend(backend_name, [layer])
 
             def attend(
@@ -145,22 +150,38 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
             ) -> torch.Tensor:
                 return backend.attend(layer, query, batch, shape.call)
 
-            taken = _measure(context, attend)
+            taken = seconds[backend_name] = _measure(context, attend).median
+            is_chosen = backend_name == chosen
             rows.append(
                 row(
                     f"prefill {tokens:,} causal, {name}, {backend_name}",
-                    flop / taken.median / 1e12,
-                    unit=f"TFLOP/s ({taken.median * 1e6:.0f} µs)",
-                    goal=goal if backend_name == "triton" else None,
+                    flop / taken / 1e12,
+                    unit=f"TFLOP/s ({taken * 1e6:.0f} µs)",
+                    goal=goal if is_chosen else None,
+                    **({"note": f"as auto chooses: {raced}"} if is_chosen and raced else {}),
                 )
             )
+        if "flash3" in seconds:
+            what = f"prefill {tokens:,} causal, {name}: what auto chose over FlashAttention 3"
+            ratio = seconds["flash3"] / seconds[chosen]
+            rows.append(row(what, ratio, unit="x", goal=_GOALS["chosen"]))
     return rows
 
 
-def _prefill_backends(kv_format: KVFormat, fp8_queries: bool) -> Sequence[str]:
-    installed = importlib.util.find_spec("flash_attn_interface") is not None
-    serves = kv_format is BFLOAT16 or fp8_queries
-    return ("triton", "flash3") if installed and serves else ("triton",)
+def _race(layer: LayerAttention, shape: Shape, tokens: int) -> KindChoice | None:
+    """Return what an engine with ``auto`` measures for such layers; `None` if it has no choice."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    backend = select_backend("measured", [layer])
+    assert isinstance(backend, ChoosesKernels)
+    choice = backend.measure([(layer, shape.call)], MadeUpWork(prompt=tokens), torch.bfloat16)
+    (found,) = choice.by_kind.values()
+    return found
+
+
+def _prefill_backends(raced: KindChoice | None) -> Sequence[str]:
+    """Return what can be timed: FlashAttention 3 too, if it serves such layers and is right."""
+    return ("triton", "flash3") if raced and raced.prefill else ("triton",)
 
 
 def _store(context: Context, tokens: int) -> list[dict[str, Any]]:

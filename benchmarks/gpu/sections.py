@@ -145,13 +145,28 @@ class Run:
             lines.append(f"{found['status']:8} {name}  {reason}")
         for found in self._sections.values():
             lines += [_row_text(row) for row in found.get("rows", ())]
+        goals = self._goals()
+        if goals["met"] or goals["missed"]:
+            number = len(goals["met"]) + len(goals["missed"])
+            lines += ["", f"{len(goals['missed'])} of {number} goals missed"]
+            lines += [f"  MISSED {what}" for what in goals["missed"]]
         lines.append(f"{self._file} ({time.monotonic() - self._begin:.0f} s)")
         return "\n".join(lines)
+
+    def _goals(self) -> dict[str, list[str]]:
+        """Return which figures met their goals and which did not; a run fails for none of them."""
+        rows = [row for found in self._sections.values() for row in found.get("rows", ())]
+        return {
+            name: [row["what"] for row in rows if row.get("met") is met]
+            for name, met in (("met", True), ("missed", False))
+        }
 
     def _write(self) -> None:
         content = {
             "dry_run": self._context.dry,
             "seconds": time.monotonic() - self._begin,
+            "passed": self.passed,
+            "goals": self._goals(),
             "sections": self._sections,
         }
         self._file.write_text(json.dumps(content, indent=1) + "\n")

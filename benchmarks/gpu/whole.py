@@ -103,7 +103,7 @@ def _engine(context: Context, model: Path, dtype: str) -> Engine:
     options: dict[str, Any] = {
         "model": str(model),
         "kv_cache_dtype": dtype,
-        "attention_backend": "triton",
+        "attention_backend": "triton" if context.dry else "auto",
         "device": str(context.device),
         "max_num_seqs": max(work.sequences for work in works),
         "max_num_batched_tokens": 8 if context.dry else 8192,

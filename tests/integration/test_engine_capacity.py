@@ -166,7 +166,7 @@ def test_what_cannot_run_is_refused_before_weights_are_read(tiny_model, monkeypa
     monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     folder = tiny_model("gpt_oss")
     for options, message in (
-        ({"attention_backend": "warp"}, "Allowed: auto, triton, cpu, flash3, reference"),
+        ({"attention_backend": "warp"}, "Allowed: auto, measured, triton, cpu, flash3, reference"),
         ({"query_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_scales": {0: {"k": 1.0, "v": 1.0}}}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "fp8", "kv_scales": {0: {"k": float("nan")}}}, "kv_scales"),

@@ -1,6 +1,7 @@
-"""FlashAttention 3 over kv8's cache, where `flash_attn_interface` is installed. Taken by name only.
+"""FlashAttention 3 over kv8's cache, where `flash_attn_interface` is installed.
 
-FlashAttention 3 multiplies operands of one type. So it serves 16-bit caches of the model's type,
+`auto` uses it where it is measured to be faster (`kv8.attention.measured`); by name it attends
+wherever it can. It multiplies operands of one type. So it serves 16-bit caches of the model's type,
 and e4m3 caches with FP8 attention; scales go to it per KV head. The triton kernels store, and
 also attend where it cannot: with attention sinks, and over 16-bit caches of another type.
 """
@@ -30,6 +31,7 @@ class Flash3Backend:
 
     Args:
         attend: `flash_attn_interface.flash_attn_with_kvcache`, or a stand-in.
+        triton: does all else.
 
     Raises:
         ImportError: it, Triton or a GPU is missing; says which.
@@ -38,9 +40,11 @@ class Flash3Backend:
     name = "flash3"
     capturable = False
 
-    def __init__(self, attend: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, attend: Callable[..., Any] | None = None, triton: TritonBackend | None = None
+    ) -> None:
         self._attend = _load() if attend is None else attend
-        self._triton = TritonBackend()
+        self._triton = TritonBackend() if triton is None else triton
 
     def refuses(self, layer: LayerAttention) -> str | None:
         """Return why this backend cannot serve ``layer``, or `None` if it can."""
@@ -63,6 +67,14 @@ class Flash3Backend:
             return "FlashAttention 3 takes one q scale for all query heads of a KV head"
         return None
 
+    def leaves(self, layer: LayerAttention, dtype: torch.dtype, call: AttentionCall) -> str | None:
+        """Return why queries of ``dtype`` over ``layer`` are left to the triton kernels."""
+        if call.sinks is not None:
+            return "FlashAttention 3 knows no attention sinks over a cache"
+        if layer.q_scale is None and dtype != layer.k_codes.dtype:
+            return f"FlashAttention 3 multiplies no {dtype} queries with {layer.format.name}"
+        return None
+
     def store(
         self, layer: LayerAttention, key: torch.Tensor, value: torch.Tensor, batch: AttentionBatch
     ) -> None:
@@ -73,8 +85,7 @@ class Flash3Backend:
         self, layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
     ) -> torch.Tensor:
         """Return attention of ``query`` ([T, H, D]) over the stored codes; same shape and dtype."""
-        mixed = layer.q_scale is None and query.dtype != layer.k_codes.dtype
-        if call.sinks is not None or mixed:
+        if self.leaves(layer, query.dtype, call) is not None:
             return self._triton.attend(layer, query, batch, call)
         check_attend(layer, query, batch, call)
         operand, q_descale = query, None

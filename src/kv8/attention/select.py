@@ -42,6 +42,13 @@ def _load_triton() -> AttentionBackend:
     return TritonBackend()
 
 
+def _load_measured() -> AttentionBackend:
+    _load_triton()  # says what is missing, if it is that
+    from kv8.attention.measured import MeasuredBackend
+
+    return MeasuredBackend()
+
+
 def _load_flash3() -> AttentionBackend:
     from kv8.attention.flash3 import Flash3Backend
 
@@ -62,6 +69,12 @@ def _load_reference() -> AttentionBackend:
 
 # In order of preference: auto takes the first that loads and refuses no layer.
 ENTRIES: Final = (
+    BackendEntry(
+        "measured",
+        _load_measured,
+        "the triton kernels or FlashAttention 3's, whichever is measured to be faster",
+        devices=("cuda",),
+    ),
     BackendEntry(
         "triton",
         _load_triton,

@@ -7,13 +7,9 @@ import torch
 from kv8.attention.backend import AttentionCall
 from kv8.attention.batch import AttentionBatch
 from kv8.attention.layer import LayerAttention, LayerCounters
-from kv8.cache.pool import allocate
+from kv8.attention.made_up import CODE_SCALE, made_up_batch, random_codes
 from kv8.formats.base import KVFormat
-from kv8.formats.encode import bits, encode, torch_dtype
 from kv8.geometry import LayerGeometry
-
-_SCALE = 1 / 64
-_DISTINCT_BLOCKS = 64  # as many are random; the rest are copies, at other addresses
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,12 @@ class Shape:
 
     def _layer(self, kv_format: KVFormat, num_tokens: int) -> LayerAttention:
         quantized = kv_format.quantized
-        scales = torch.full((self.num_kv_heads,), _SCALE, device=self.device)
+        scales = torch.full((self.num_kv_heads,), CODE_SCALE, device=self.device)
         scale = scales if quantized else None
-        k_codes, v_codes = self._codes(kv_format, num_tokens).unbind(1)
+        blocks = (-(-num_tokens // self.block_size), self.num_kv_heads, self.block_size)
+        k_codes, v_codes = random_codes(
+            kv_format, (*blocks, self.head_dim), torch.device(self.device)
+        )
         counts = [torch.zeros(4, dtype=torch.int64, device=self.device) for _ in range(2)]
         return LayerAttention(
             geometry=LayerGeometry(
@@ -70,19 +69,6 @@ class Shape:
             counters=LayerCounters(*counts) if quantized else None,
         )
 
-    def _codes(self, kv_format: KVFormat, num_tokens: int) -> torch.Tensor:
-        num_blocks = -(-num_tokens // self.block_size)
-        shape = (_DISTINCT_BLOCKS, 2, self.num_kv_heads, self.block_size, self.head_dim)
-        values = torch.randn(shape, device=self.device)
-        some = (
-            encode(values, _SCALE, kv_format)
-            if kv_format.quantized
-            else values.to(torch_dtype(kv_format))
-        )
-        repeated = bits(some).repeat(-(-num_blocks // _DISTINCT_BLOCKS), 1, 1, 1, 1)[:num_blocks]
-        codes = allocate(repeated.nbytes, torch.device(self.device)).view(repeated.dtype)
-        return codes.view(repeated.shape).copy_(repeated).view(torch_dtype(kv_format))
-
     def batch(
         self, num_sequences: int, new: int, context: int, *, recorded: bool = False
     ) -> AttentionBatch:
@@ -90,18 +76,6 @@ class Shape:
 
         ``recorded``: as a step that is to be played back has it.
         """
-        size, device = self.block_size, self.device
-        width = -(-context // size)
-        table = torch.randperm(num_sequences * width).view(num_sequences, width).to(torch.int32)
-        at = torch.arange(context - new, context)
-        slots = (table[:, at // size].long() * size + at % size).flatten()
-        return AttentionBatch(
-            query_starts=(torch.arange(num_sequences + 1, dtype=torch.int32) * new).to(device),
-            context_lens=torch.full((num_sequences,), context, dtype=torch.int32).to(device),
-            block_tables=(table.to(device),),
-            slots=(slots.to(device),),
-            block_size=size,
-            query_lens_host=(new,) * num_sequences,
-            context_lens_host=(context,) * num_sequences,
-            lengths_on_device=recorded,
-        )
+        lengths = [(new, context)] * num_sequences
+        device = torch.device(self.device)
+        return made_up_batch(lengths, self.block_size, device, recorded=recorded)

@@ -7,17 +7,17 @@ wait in a CPU cache. The kernels are checked against the reference backend befor
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from kv8.attention.backend import AttentionBackend
 from kv8.attention.batch import AttentionBatch
+from kv8.attention.kernel_choice import ChoosesKernels, MadeUpWork
 from kv8.attention.layer import LayerAttention
 from kv8.attention.reference import ReferenceBackend
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
-from kv8.bench.clock import recorded
 from kv8.bench.conditions import Conditions, l2_bytes
 from kv8.bench.phases import short_name
 from kv8.bench.report import Report
@@ -25,6 +25,7 @@ from kv8.bench.roof import Roof
 from kv8.bench.timing import Samples, in_turns, joined, speedup
 from kv8.errors import EngineError
 from kv8.formats.base import BFLOAT16, FP8_E4M3, KVFormat
+from kv8.kernels.clock import recorded
 from kv8.kernels.openmp import openmp_runtimes
 from kv8.units import format_bytes
 
@@ -52,6 +53,12 @@ class KernelBench:
         self.shape, self.repeats = shape, repeats
         samples = [layer for f in FORMATS for layer in shape.layers(f, shape.block_size)]
         self.backend: AttentionBackend = select_backend(backend, samples)
+        self.kernels: dict[str, str] = {}
+        if isinstance(self.backend, ChoosesKernels):
+            subjects = [(layer, shape.call) for layer in samples]
+            choice = self.backend.measure(subjects, MadeUpWork(), torch.bfloat16)
+            self.backend.use(choice)
+            self.kernels = choice.described()
         self.device = torch.device(shape.device)
         self._records = self.device.type == "cuda" and self.backend.capturable
         on_gpu = self.device.type == "cuda"
@@ -242,12 +249,14 @@ def bench_kernels(
     """
     torch.manual_seed(seed)
     bench = KernelBench(shape, backend, repeats)
-    more = {
+    more: dict[str, Any] = {
         "attention_backend": bench.backend.name,
         "shape": asdict(shape),
         "cached_tokens": tokens,
         "repeats": repeats,
     }
+    if bench.kernels:
+        more["attention_kernels"] = bench.kernels
     with Conditions(command, seed=seed, more=more, device=bench.device) as conditions:
         bench.decode(tokens)
         bench.prefill(contexts)

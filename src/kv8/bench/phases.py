@@ -56,13 +56,17 @@ def bench_phases(
     """
     engines = {dtype: _engine(model, dtype, workloads, options) for dtype in dtypes}
     first = next(iter(engines.values())).engine
-    more = {
+    choices = {name: each.engine.config.kernel_choice for name, each in engines.items()}
+    chosen = {name: choice.described() for name, choice in choices.items() if choice is not None}
+    more: dict[str, Any] = {
         "model": model,
         "dtype": first.config.dtype,
         "attention_backend": first.runner.backend.name,
         "max_num_batched_tokens": first.config.options.max_num_batched_tokens,
         "repeats": repeats,
     }
+    if chosen:
+        more["attention_kernels"] = chosen
     work = read_step_work(first.config.model_config)
     device = first.config.device
     with Conditions(command, seed=seed, more=more, device=device) as conditions:

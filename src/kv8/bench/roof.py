@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
-from kv8.bench.clock import seconds_of
 from kv8.bench.timing import Samples
+from kv8.kernels.clock import seconds_of
 
 _BUFFER_BYTES: Final = 2**29  # more than caches hold
 _SIDE: Final = 1024

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv8.bench.clock import seconds_of
 from kv8.bench.conditions import Conditions
 from kv8.bench.phases import cache_memory, short_name
 from kv8.bench.report import Report
 from kv8.bench.timing import Samples
 from kv8.engine.resolve import resolve_options
 from kv8.errors import EngineError
+from kv8.kernels.clock import seconds_of
 from kv8.options import EngineOptions
 
 _PROMPT_TOKENS = 8

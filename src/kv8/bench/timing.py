@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv8.bench.clock import seconds_of
+from kv8.kernels.clock import seconds_of
 
 
 @dataclass(frozen=True)

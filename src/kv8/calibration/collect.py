@@ -133,7 +133,7 @@ class _Collector:
         self._cache = CacheManager(
             config.layout, config.capacity.num_blocks, enable_prefix_caching=False, digest_key=b""
         )
-        self._builder = BatchBuilder.over(self._cache, config.layout, longest, model.device)
+        self._builder = BatchBuilder(self._cache, longest, model.device)
 
     def observe(self, batch: SampleBatch, samples: Sequence[Sequence[int]]) -> Observations:
         """Return what a batch's tokens are in every layer, and nothing else."""

@@ -1,7 +1,7 @@
 """From a schedule to the flat arrays a forward pass takes.
 
 Letters as in docs/architecture.md: T new tokens, S sequences, R rows whose logits are wanted,
-B block size, G cache groups, M blocks in the longest block table.
+B block size, G cache groups.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kv8.cache.layout import CacheLayout
 from kv8.cache.manager import CacheManager
 from kv8.engine.block_tables import BlockTables
 from kv8.engine.request import Request
@@ -37,43 +36,14 @@ class BatchBuilder:
 
     Args:
         cache: whose block tables are mirrored.
-        num_groups: G.
-        block_size: B.
-        max_blocks: most blocks a sequence has in one group.
+        longest: tokens of the longest sequence.
         device: where the tensors go.
     """
 
-    def __init__(
-        self,
-        cache: CacheManager,
-        *,
-        num_groups: int,
-        block_size: int,
-        max_blocks: int,
-        device: torch.device,
-    ) -> None:
-        self._block_size = block_size
+    def __init__(self, cache: CacheManager, longest: int, device: torch.device) -> None:
+        self._block_size = cache.layout.block_size
         self._device = device
-        self._tables = BlockTables(
-            cache,
-            num_groups=num_groups,
-            block_size=block_size,
-            max_blocks=max_blocks,
-            device=device,
-        )
-
-    @classmethod
-    def over(
-        cls, cache: CacheManager, layout: CacheLayout, longest: int, device: torch.device
-    ) -> "BatchBuilder":
-        """Return a builder for sequences of up to ``longest`` tokens in a cache of ``layout``."""
-        return cls(
-            cache,
-            num_groups=len(layout.groups),
-            block_size=layout.block_size,
-            max_blocks=-(-longest // layout.block_size),
-            device=device,
-        )
+        self._tables = BlockTables(cache, longest, device)
 
     def build(self, chunks: Sequence[ScheduledChunk], running: Iterable[Request]) -> StepInput:
         """Return the input of one step.

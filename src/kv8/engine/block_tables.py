@@ -33,9 +33,7 @@ class BlockTables:
 
     Args:
         cache: whose block tables are mirrored.
-        num_groups: G.
-        block_size: tokens of a table's entry.
-        max_blocks: M, most blocks a sequence has in one group.
+        longest: tokens of the longest sequence.
         device: where attention reads the tables.
         mirrored: whether there is a copy on the device, as there is on any but a CPU.
 
@@ -46,18 +44,18 @@ class BlockTables:
     def __init__(
         self,
         cache: CacheManager,
-        *,
-        num_groups: int,
-        block_size: int,
-        max_blocks: int,
+        longest: int,
         device: torch.device,
+        *,
         mirrored: bool | None = None,
     ) -> None:
         self._cache = cache
-        self._block_size = block_size
+        self._block_size = cache.layout.block_size
         self._device = device
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
-        self.host = np.zeros((num_groups, _FIRST_ROWS, max_blocks), dtype=np.int32)
+        max_blocks = -(-longest // self._block_size)
+        shape = (len(cache.layout.groups), _FIRST_ROWS, max_blocks)
+        self.host = np.zeros(shape, dtype=np.int32)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
         self._rows: dict[int, _TableRow] = {}
         self._mirror = self._new_mirror()

@@ -12,6 +12,7 @@ import torch
 
 from kv8.cache.manager import CacheManager
 from kv8.engine.announce import announce
+from kv8.engine.attention_kernels import choose_kernels
 from kv8.engine.batch_builder import BatchBuilder
 from kv8.engine.completion import Completion, CompletionContext, CompletionGroup
 from kv8.engine.counters import EngineCounters
@@ -76,13 +77,12 @@ class Engine:
             config.geometry,
             config.dtype,
             device=config.device,
-            # Whoever asks for the reference wants plain torch everywhere.
-            fuse=options.attention_backend != "reference",
+            fuse=options.attention_backend != "reference",  # which is plain torch everywhere
         )
         if measure is not None:
             config = measure_scales(measure, model, config, self.tokenizer)
-        if budget is not None:
-            config = budget.fit_cache(model, config)
+        config = choose_kernels(model, config)
+        config = config if budget is None else budget.fit_cache(model, config)
         self.runner = Runner(model, config)
         self.config = config = record_decoding(self.runner, config)
         announce(config, self.runner)
@@ -94,7 +94,7 @@ class Engine:
             digest_key=self.runner.cache_key(),
         )
         longest = config.max_model_len
-        self.builder = BatchBuilder.over(self.cache, config.layout, longest, model.device)
+        self.builder = BatchBuilder(self.cache, longest, model.device)
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=options.max_num_seqs,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kv8.attention.kernel_choice import KernelChoice
 from kv8.attention.select import check_backend_name
 from kv8.cache.capacity import Capacity, capacity, memory_for
 from kv8.cache.gain import describe_gain
@@ -76,6 +77,7 @@ class ResolvedConfig:
         decisions: effective settings with their reasons, for the log and for people.
         messages: what else was decided, and why.
         warnings: what a person should act on.
+        kernel_choice: which kernels attend, where there is a choice and it was measured.
     """
 
     options: EngineOptions
@@ -95,6 +97,7 @@ class ResolvedConfig:
     decisions: tuple[Decision, ...]
     messages: tuple[str, ...]
     warnings: tuple[str, ...]
+    kernel_choice: KernelChoice | None = None
 
     def describe(self) -> str:
         """Return the effective settings, one a line."""

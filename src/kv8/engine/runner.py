@@ -8,11 +8,13 @@ import enum
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kv8.attention.kernel_choice import ChoosesKernels
 from kv8.attention.select import select_backend
 from kv8.cache.pool import KVPool
 from kv8.engine.decode_graphs import DecodeGraphs
@@ -20,7 +22,7 @@ from kv8.engine.devices import on_device
 from kv8.engine.layers import expand_scale, make_counters, make_layers
 from kv8.engine.resolve import ResolvedConfig, find_scales
 from kv8.engine.step_input import StepInput
-from kv8.errors import RequestError
+from kv8.errors import RequestError, ScaleError
 from kv8.models.hook import HookedModel
 from kv8.scales.resolve import ResolvedScales
 from kv8.scales.scale import OriginKind
@@ -69,6 +71,8 @@ class Runner:
         self.counters = make_counters(config, model.device)
         self.layers = make_layers(config, self.pool, self.counters, model.device)
         self.backend = select_backend(config.options.attention_backend, list(self.layers.values()))
+        if isinstance(self.backend, ChoosesKernels) and config.kernel_choice is not None:
+            self.backend.use(config.kernel_choice)
         self.graphs: DecodeGraphs | None = None
 
     @property
@@ -110,9 +114,10 @@ class Runner:
         They are written over the old ones: compiled code may hold the tensors' addresses.
 
         Raises:
-            ScaleError: a scale is missing, unbound or invalid; nothing is changed then.
+            ScaleError: a scale is missing, unbound or invalid, or the backend cannot use it;
+                nothing is changed then.
         """
-        self._use_scales(find_scales(self._config, kv_scales))
+        self._use_scales(self._find_scales(kv_scales))
 
     def update_weights(
         self,
@@ -123,7 +128,8 @@ class Runner:
 
         Raises:
             RequestError: a name is no weight of the model, or a shape differs; nothing is changed.
-            ScaleError: the scales are not valid; nothing is changed.
+            ScaleError: the scales are not valid, or the backend cannot use them; nothing is
+                changed.
         """
         targets = self.model.module.state_dict()
         for name, values in weights.items():
@@ -134,7 +140,7 @@ class Runner:
                     f"{name} has shape {list(values.shape)}, the model's has "
                     f"{list(targets[name].shape)}."
                 )
-        scales = None if kv_scales is None else find_scales(self._config, kv_scales)
+        scales = None if kv_scales is None else self._find_scales(kv_scales)
         with torch.no_grad():
             for name, values in weights.items():
                 targets[name].copy_(values)
@@ -147,6 +153,17 @@ class Runner:
                 "The weights were replaced, but the KV cache keeps the scales calibrated for the "
                 "old ones: they are stale. Give scales for the new weights with kv_scales."
             )
+
+    def _find_scales(self, kv_scales: str | Path | Mapping[str, Any]) -> ResolvedScales:
+        found = find_scales(self._config, kv_scales)
+        for number, layer in self.layers.items():
+            if layer.q_scale is None:
+                continue
+            q_scale = expand_scale(found.scales.layer(number).q, len(layer.q_scale))
+            reason = self.backend.refuses(replace(layer, q_scale=q_scale.to(layer.q_scale.device)))
+            if reason is not None:
+                raise ScaleError(f"layer {number} cannot be served with these scales: {reason}.")
+        return found
 
     def _use_scales(self, found: ResolvedScales) -> None:
         for warning in found.warnings:
@@ -162,3 +179,5 @@ class Runner:
                     target.copy_(expand_scale(scale, target.numel()))
         self.scales = found.scales
         self._stale = False
+        if isinstance(self.backend, ChoosesKernels):
+            self.backend.scales_changed()

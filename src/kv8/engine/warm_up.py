@@ -35,7 +35,7 @@ def warm_up(runner: Runner, config: ResolvedConfig, health: CacheHealth) -> None
     cache = CacheManager(
         layout, peak_blocks(layout, num_tokens), enable_prefix_caching=False, digest_key=b""
     )
-    builder = BatchBuilder.over(cache, layout, num_tokens, runner.model.device)
+    builder = BatchBuilder(cache, num_tokens, runner.model.device)
     request = Request(
         request_id="warm-up",
         sequence=0,

@@ -7,8 +7,7 @@ from kv8.kernels.triton_cast import multiply_add, round_to, widen_pairs
 from kv8.kernels.triton_tile import (
     add_sinks,
     add_values,
-    load_tile,
-    locate_tile,
+    load_keys_and_values,
     prepare_query,
     tile_logits,
     weigh_tile,
@@ -181,11 +180,10 @@ def _take_tile(
     PAIRS: tl.constexpr,
 ):
     """Return the sums and the maximum with one tile of keys taken in."""
-    block, inside, read = locate_tile(table, tile, low, context, BLOCK_SIZE, TILE, MASKED)
-    k_rows = block * k_block_stride + inside * HEAD_DIM
-    v_rows = block * v_block_stride + inside * VALUE_DIM
-    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
-    v = load_tile(v_codes, v_rows, read, VALUE_DIM, PADDED_VALUE_DIM, MASKED, False)
+    k, v, read = load_keys_and_values(
+        k_codes, v_codes, table, tile, low, context, k_block_stride, v_block_stride,
+        HEAD_DIM, PADDED_DIM, VALUE_DIM, PADDED_VALUE_DIM, BLOCK_SIZE, TILE, MASKED,
+    )  # fmt: skip
     logits, factor = tile_logits(
         operand, k, factor, softcap, FORMAT, COMPUTE, CASTS, SOFTCAP, False
     )  # fmt: skip

@@ -7,8 +7,7 @@ from kv8.kernels.triton_cast import round_to
 from kv8.kernels.triton_tile import (
     add_sinks,
     add_values,
-    load_tile,
-    locate_tile,
+    load_keys_and_values,
     prepare_query,
     tile_logits,
     weigh_tile,
@@ -180,11 +179,10 @@ def _take_tile(
     FP8_VALUES: tl.constexpr,
 ):
     """Return the sums and the maximum with one tile of keys taken in."""
-    block, inside, read = locate_tile(table, tile, low, limit, BLOCK_SIZE, TILE, True)
-    k_rows = block * k_block_stride + inside * HEAD_DIM
-    v_rows = block * v_block_stride + inside * HEAD_DIM
-    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, True, True)
-    v = load_tile(v_codes, v_rows, read, HEAD_DIM, PADDED_DIM, True, False)
+    k, v, read = load_keys_and_values(
+        k_codes, v_codes, table, tile, low, limit, k_block_stride, v_block_stride,
+        HEAD_DIM, PADDED_DIM, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE, True,
+    )  # fmt: skip
     logits, factor = tile_logits(
         operand, k, factor, softcap, FORMAT, COMPUTE, CASTS, SOFTCAP, FP8_PRODUCTS
     )  # fmt: skip

@@ -162,6 +162,33 @@ def add_sinks(total, largest, sink, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def load_keys_and_values(
+    k_codes,  # where the head's codes begin in block 0
+    v_codes,
+    table,  # int32, one sequence's row of the block table
+    tile,  # the tile's number: its first position is TILE times that
+    low,  # positions from low up to limit are read and no others; checked if MASKED
+    limit,
+    k_block_stride,
+    v_block_stride,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # of v_codes' words, which may hold two codes
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return codes [D, n] of a tile's keys, [n, D] of its values, and bool [n]: which were read."""
+    block, inside, read = locate_tile(table, tile, low, limit, BLOCK_SIZE, TILE, MASKED)
+    k_rows = block * k_block_stride + inside * HEAD_DIM
+    v_rows = block * v_block_stride + inside * VALUE_DIM
+    k = load_tile(k_codes, k_rows, read, HEAD_DIM, PADDED_DIM, MASKED, True)
+    v = load_tile(v_codes, v_rows, read, VALUE_DIM, PADDED_VALUE_DIM, MASKED, False)
+    return k, v, read
+
+
+@triton.jit
 def locate_tile(
     table,  # int32, one sequence's row of the block table
     tile,  # the tile's number: its first position is TILE times that

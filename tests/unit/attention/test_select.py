@@ -44,7 +44,7 @@ def test_auto_takes_one_that_serves_every_layer(layers):
 def test_an_unknown_name_lists_the_known_ones(name, layers):
     for check in (lambda: select_backend(name, layers), lambda: check_backend_name(name)):
         with pytest.raises(
-            RequestError, match="Allowed: auto, triton, cpu, flash3, reference"
+            RequestError, match="Allowed: auto, measured, triton, cpu, flash3, reference"
         ) as caught:
             check()
         assert repr(name) in str(caught.value)

@@ -22,7 +22,9 @@ from tests.attention_cases import (
     same_bits,
 )
 
+from kv8.attention.naive import naive_attention
 from kv8.attention.reference import ReferenceBackend
+from kv8.cache.pool import allocate
 from kv8.formats.base import FORMATS
 from kv8.formats.encode import bits
 
@@ -246,6 +248,67 @@ def test_codes_at_odd_addresses_are_read_one_by_one(backend):
     bits(odd).copy_(bits(pool))
     moved = replace(case, layer=replace(case.layer, v_codes=odd))
     assert same_bits(attend(backend, moved, DECODE), known)
+
+
+def test_offsets_beyond_32_bits(backend):
+    """Blocks that lie half a GiB apart, on pages that exist once they are written to."""
+    case = make_case([40], heads=(2, 1), head_dim=32)
+    steps, stride = [(0, 0, 40)], 2**29 + 2**12
+    num_blocks = len(case.layer.k_codes)
+    assert max(case.tables[0]) * stride > 2**31
+    pools = []
+    for _ in "kv":
+        arena = allocate(num_blocks * stride, torch.device("cpu"))
+        shape, strides = case.layer.k_codes.shape, case.layer.k_codes.stride()
+        codes = arena.view(case.layer.k_codes.dtype).as_strided(shape, (stride, *strides[1:]))
+        pools.append(codes)
+    known = run_step(case, steps, backend)
+    far = replace(case, layer=replace(case.layer, k_codes=pools[0], v_codes=pools[1]))
+    assert same_bits(run_step(far, steps, backend), known)
+    for codes, near in zip(pools, (case.layer.k_codes, case.layer.v_codes), strict=True):
+        last = [(block, slice(None), slice(0, 8)) for block in case.tables[0]]
+        assert all(torch.equal(bits(codes[at]), bits(near[at])) for at in last)
+    decode = [(0, 39, 40)]
+    assert same_bits(attend(backend, far, decode), attend(backend, case, decode))
+
+
+@pytest.mark.parametrize("stored_as", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_code_is_widened_exactly(backend, stored_as):
+    """By integer arithmetic, as on Ampere, which has no FP8 instructions. One key has all weight,
+    so its value is the output; float16 holds every value of both formats.
+    """
+    case = make_case([2], stored_as=stored_as, heads=(1, 1), head_dim=256, dtype=torch.float16)
+    case.layer.k_scale.fill_(1), case.layer.v_scale.fill_(1)
+    bits(case.layer.k_codes).zero_()
+    bits(case.layer.v_codes)[:] = torch.arange(256, dtype=torch.uint8)
+    expected = torch.arange(256, dtype=torch.uint8).view(case.layer.v_codes.dtype).half()
+    stored = ~expected.isinf()  # infinities of e5m2 are clamped away
+    for steps in ([(0, 0, 1)], [(0, 0, 2)]):  # decode reads words of two codes, prompts bytes
+        for found in attend(backend, case, steps):
+            assert torch.equal(found[0].isnan()[stored], expected.isnan()[stored])
+            assert torch.equal(found[0].nan_to_num(7)[stored], expected.nan_to_num(7)[stored])
+
+
+@pytest.mark.parametrize("stored_as", ["fp8_e4m3", "bfloat16"])
+def test_long_sums_keep_their_accuracy(backend, stored_as, monkeypatch):
+    """Pitfall 43: as `test_error_does_not_grow_up_to_64k_keys`, in tiles large enough for the
+    interpreter and merged from four parts. A matrix unit's own sums only a GPU shows.
+    """
+    from kv8.kernels import triton_launch
+
+    choose, u = triton_launch.decode_config, 2.0**-24
+    monkeypatch.setattr(
+        triton_launch, "decode_config", lambda *a: replace(choose(*a), tile=2048, splits=4)
+    )
+    case = make_case([65536], heads=(2, 1), head_dim=32, stored_as=stored_as)
+    case.values[0][:, :, ::2] = 3.0
+    whole, last = [(0, 0, 65536)], [(0, 65535, 65536)]
+    key, value = gather_rows(case.keys, whole), gather_rows(case.values, whole)
+    ReferenceBackend().store(case.layer, key, value, make_batch(case, whole))
+    query, step = gather_rows(case.queries, last), make_batch(case, last)
+    found = backend.attend(case.layer, query, step, case.call)
+    expected = naive_attention(case.layer, query, step, case.call)
+    assert (found - expected).abs().max() / 3 <= 100 * u
 
 
 def test_it_says_what_it_cannot_do(backend, monkeypatch):

@@ -59,6 +59,14 @@ def run_step(scheduler):
     """Schedule, pretend to compute, sample; return the chunks."""
     chunks = scheduler.schedule()
     scheduler._cache.check_invariants()
+    finish_step(scheduler, chunks)
+    scheduler._cache.check_invariants()
+    scheduler.check_invariants()
+    return chunks
+
+
+def finish_step(scheduler, chunks):
+    """Commit what was computed, sample where a chunk reaches its end."""
     for chunk in chunks:
         samples = chunk.reaches_end
         scheduler.commit(chunk)
@@ -68,9 +76,6 @@ def run_step(scheduler):
             request.token_ids.append(-1000 * (request.sequence + 1) - request.num_output_tokens)
             if request.reached_max_tokens:
                 scheduler.finish(request, "length")
-    scheduler._cache.check_invariants()
-    scheduler.check_invariants()
-    return chunks
 
 
 def finish_all(scheduler, *, max_steps=10_000):

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from tests.unit.engine.scheduling import make_request, make_scheduler, run_step
+from tests.unit.engine.scheduling import finish_step, make_request, make_scheduler, run_step
 
 from kv8.engine.batch_builder import BatchBuilder, logit_rows
 from kv8.engine.scheduler import ScheduledChunk
 
-
-def make_builder(cache, scheduler, *, max_blocks=64):
-    return BatchBuilder(
-        cache,
-        num_groups=len(cache.layout.groups),
-        block_size=cache.layout.block_size,
-        max_blocks=max_blocks,
-        device=torch.device("cpu"),
-    )
+CPU = torch.device("cpu")
 
 
 def check_step(step, chunks, cache) -> None:
@@ -57,7 +49,7 @@ def test_every_step_of_a_busy_run(block_size, windows) -> None:
         num_blocks=200 // block_size + 30, block_size=block_size, windows=windows,
         max_num_batched_tokens=11, max_num_seqs=4,
     )  # fmt: skip
-    builder = make_builder(cache, scheduler, max_blocks=64)
+    builder = BatchBuilder(cache, 64, CPU)
     for sequence, (length, max_tokens, prompt) in enumerate(
         [(1, 3, None), (17, 20, None), (33, 5, None), (33, 9, 2), (16, 30, None), (40, 2, 2)]
     ):
@@ -72,13 +64,7 @@ def test_every_step_of_a_busy_run(block_size, windows) -> None:
         steps += 1
         chunks = scheduler.schedule()
         check_step(builder.build(chunks, scheduler.running), chunks, cache)
-        for chunk in chunks:
-            samples = chunk.reaches_end
-            scheduler.commit(chunk)
-            if samples:
-                chunk.request.token_ids.append(7)
-                if chunk.request.reached_max_tokens:
-                    scheduler.finish(chunk.request, "length")
+        finish_step(scheduler, chunks)
         if steps == 12:
             scheduler.preempt_all()  # tables of old blocks must not be seen again
     assert steps > 20
@@ -86,10 +72,7 @@ def test_every_step_of_a_busy_run(block_size, windows) -> None:
 
 def test_rows_are_taken_back_from_those_who_left() -> None:
     scheduler, cache = make_scheduler(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=64)
-    builder = BatchBuilder(
-        cache, num_groups=1, block_size=4, max_blocks=8,
-        device=torch.device("cpu"),
-    )  # fmt: skip
+    builder = BatchBuilder(cache, 32, CPU)
     for sequence in range(10):
         scheduler.add(make_request(str(sequence), sequence, 5, max_tokens=2))
     while scheduler.has_unfinished:
@@ -101,7 +84,7 @@ def test_rows_are_taken_back_from_those_who_left() -> None:
 def test_tables_grow_with_the_requests_that_run() -> None:
     """Any ``max_num_seqs`` costs what is run of it, and rows keep their blocks as tables grow."""
     scheduler, cache = make_scheduler(num_blocks=128, max_num_seqs=10**9)
-    builder = make_builder(cache, scheduler)
+    builder = BatchBuilder(cache, 64, CPU)
     for sequence in range(21):
         scheduler.add(make_request(str(sequence), sequence, 1 + sequence % 6, max_tokens=9))
         chunks = scheduler.schedule()  # one more each step, while the others decode

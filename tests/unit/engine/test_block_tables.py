@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import torch
-from tests.unit.engine.scheduling import make_request, make_scheduler
+from tests.unit.engine.scheduling import finish_step, make_request, make_scheduler
 
 from kv8.engine.block_tables import BlockTables
 from kv8.engine.upload import send, take_rows, unpack, upload
@@ -18,9 +18,7 @@ def test_the_mirror_follows_a_busy_run() -> None:
     scheduler, cache = make_scheduler(
         num_blocks=300, block_size=4, windows=(None, 5), max_num_batched_tokens=30, max_num_seqs=9
     )
-    tables = BlockTables(
-        cache, num_groups=2, block_size=4, max_blocks=32, device=CPU, mirrored=True
-    )
+    tables = BlockTables(cache, 128, CPU, mirrored=True)
     travelled = 0
     for sequence in range(40):
         length, most = draw.randrange(1, 60), draw.randrange(2, 20)
@@ -41,13 +39,7 @@ def test_the_mirror_follows_a_busy_run() -> None:
                 first = cache.layout.groups[group].first_visible_block(chunk.start)
                 expected = cache.block_table(chunk.request.sequence, group)[first:used]
                 assert selected[row, first:used].tolist() == list(expected)
-        for chunk in chunks:
-            samples = chunk.reaches_end
-            scheduler.commit(chunk)
-            if samples:
-                chunk.request.token_ids.append(7)
-                if chunk.request.reached_max_tokens:
-                    scheduler.finish(chunk.request, "length")
+        finish_step(scheduler, chunks)
         if steps % 17 == 0:
             scheduler.preempt_all()
     assert tables.host.shape[1] > 4, "the tables had to grow"

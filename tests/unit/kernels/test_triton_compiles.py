@@ -36,18 +36,24 @@ JOBS = [
     job("sm_90", "prefill", FP8, fp8_queries=True, sinks=True, window=1000, softcap=30.0),
     job("sm_80", "decode", FP8, block_size=16, window=1000),
     job("sm_100", "decode", "fp8_e5m2", fp8_queries=True),
-    job("sm_100", "prefill", "bfloat16"),
+    job("sm_100", "prefill", "bfloat16", head_dim=64),
     job("gfx942", "store", FP8),
-    job("gfx942", "decode", FP8),
+    job("gfx942", "decode", FP8, head_dim=64),
 ]
 
 
 @pytest.fixture(scope="module")
-def builds(tmp_path_factory):
-    """What `tests.triton_compile` found, by build and kernel."""
+def builds(request, tmp_path_factory):
+    """What `tests.triton_compile` found, by build and kernel.
+
+    Triton finds a build again by its kernel's source, its arguments and Triton's own files; so it
+    may keep them from one run of the tests to the next.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    kept = getattr(request.config, "cache", None)
+    folder = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(folder))
     del environment["TRITON_INTERPRET"]
     result = subprocess.run(
         [sys.executable, "-m", "tests.triton_compile"],

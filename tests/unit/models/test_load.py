@@ -1,5 +1,6 @@
 """Loading: every tensor is accounted for, scales and FP8 weights included; damage is named."""
 
+import importlib.machinery
 import json
 import shutil
 from collections.abc import Callable
@@ -87,6 +88,47 @@ def test_a_section_for_the_kv_cache_alone_changes_nothing_about_the_weights(
     plain = tiny_model("llama")
     folder = copy_model(plain, tmp_path, edit=add_kv_scales, quantization_config=KV_ONLY[section])
     assert torch.equal(logits(load(folder)), logits(load(plain)))
+
+
+class ModelClass:
+    """Stands in for transformers' class: notes where its weights are to be read to, and ends."""
+
+    config_class = type(None)
+
+    def __init__(self) -> None:
+        self.device_map: Any = None
+
+    def from_pretrained(self, _: Path, *, device_map: Any = None, **__: Any) -> None:
+        self.device_map = device_map
+        raise OSError("noted")
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerate", "read_to"),
+    [("cuda:1", True, {"": torch.device("cuda:1")}), ("cuda:1", False, None), ("cpu", True, None)],
+)
+def test_weights_are_read_straight_to_a_gpu(
+    device: str,
+    accelerate: bool,
+    read_to: Any,
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where accelerate is installed; without it a warning says what that would save."""
+    noting, folder = ModelClass(), tiny_model("llama")
+    monkeypatch.setattr("kv8.models.load.model_class", lambda _: noting)
+    found = importlib.machinery.ModuleSpec("accelerate", None) if accelerate else None
+    monkeypatch.setattr("kv8.models.load.importlib.util.find_spec", lambda _: found)
+    config = load_config(folder)
+    with pytest.raises(ModelError, match="noted"):
+        load_model(
+            ModelSource("m", folder, "test"), config, read_geometry(config), "float32",
+            device=torch.device(device),
+        )  # fmt: skip
+    assert noting.device_map == read_to
+    warned = "With the package accelerate installed" in caplog.text
+    assert warned is (device != "cpu" and not accelerate)
 
 
 def test_scales_of_a_mixture_of_experts_load(tiny_model: TinyModel, tmp_path: Path) -> None:
