@@ -6,7 +6,9 @@
 // The unit is kept busy if other work is done beside it in small pieces: each step of a product
 // also finishes some sums of the block before it, and fetches some of the weights that come next.
 #include <algorithm>
+#include <initializer_list>
 
+#include "activations.h"
 #include "amx.h"
 #include "finish_row.h"
 #include "linear_amx.h"
@@ -63,52 +65,62 @@ struct Units {
   bool last(const Unit& unit) const { return unit.first_step + unit.steps == steps; }
 };
 
+// Where the weights of a unit's outputs lie: those whose sums are even lanes of a word, and odd ones.
+// They are neighbours, or gate and up.
+struct Source {
+  const uint8_t *even, *odd;
+  int64_t stride, rows;  // in bytes from one to the next; how many of each
+
+  Source(const kv8_linear& l, bool gated, int64_t n) {
+    const int64_t bytes = 2 * l.num_inputs;
+    stride = gated ? bytes : 2 * bytes;
+    even = static_cast<const uint8_t*>(l.weight) + n / 2 * stride;
+    odd = even + (gated ? l.num_outputs / 2 : 1) * bytes;
+    rows = std::min(kSide, (l.num_outputs - n) / 2);
+  }
+};
+
 // Packs the weights of a unit: the words of even outputs' rows become columns of one tile, those of
 // odd outputs' rows of another, so that the sums of two outputs that share a word are in the same
 // lane. Where there are only sixteen outputs, their columns are followed by some that nobody reads.
-void pack(const kv8_linear& l, const Unit& unit, uint8_t* to) {
-  const int64_t bytes = 2 * l.num_inputs;
-  const int64_t rows = std::min(kSide, (l.num_outputs - unit.n) / 2);
-  const auto* weight = static_cast<const uint8_t*>(l.weight) + unit.n * bytes;
+void pack(const Source& source, const Unit& unit, uint8_t* to) {
   for (int64_t step = 0; step < unit.steps; ++step)
-    for (int64_t odd = 0; odd < 2; ++odd, to += kTileBytes) {
-      const uint8_t* first = weight + odd * bytes + (unit.first_step + step) * 64;
+    for (const uint8_t* rows : {source.even, source.odd}) {
       const uint8_t* from[kSide];
-      for (int64_t i = 0; i < kSide; ++i) from[i] = first + (i < rows ? i : 0) * 2 * bytes;
+      for (int64_t i = 0; i < kSide; ++i)
+        from[i] = rows + (i < source.rows ? i : 0) * source.stride + (unit.first_step + step) * 64;
       U32 words[kSide];
       load_transposed(from, kSide, words);
       for (int64_t i = 0; i < kSide; ++i) store_words(to + 64 * i, words[i]);
+      to += kTileBytes;
     }
 }
 
 // Asks for the next unit's weights, row after row, a few a step: what is waited for passes between.
 struct Fetching {
-  const uint8_t* row;
-  int64_t bytes, steps, step = 0, rows;
+  const Source source;
+  const int64_t first, steps;
+  int64_t row = 0, step = 0;
 
-  Fetching(const kv8_linear& l, const Unit& unit) : bytes(2 * l.num_inputs), steps(unit.steps) {
-    row = static_cast<const uint8_t*>(l.weight) + unit.n * bytes + unit.first_step * 64;
-    rows = steps == 0 ? 0 : std::min(kBlock, l.num_outputs - unit.n);
+  Fetching(const Source& source, const Unit& unit)
+      : source(source), first(unit.first_step * 64), steps(unit.steps) {
+    if (steps == 0) row = source.rows;
   }
   KV8_INLINE void advance(int64_t count) {
-    for (int64_t i = 0; i < count && rows > 0; ++i) {
-      prefetch(row + step * 64);
-      if (++step == steps) step = 0, row += bytes, --rows;
+    for (int64_t i = 0; i < count && row < source.rows; ++i) {
+      const int64_t offset = row * source.stride + first + step % steps * 64;
+      prefetch((step < steps ? source.even : source.odd) + offset);
+      if (++step == 2 * steps) step = 0, ++row;
     }
   }
 };
 
-// Sums [rows][even, odd outputs] of rows [row, end) that are not finished yet.
-struct Finishing {
-  const float* sums = nullptr;
-  int64_t row = 0, end = 0, n = 0;
+// What becomes of the sums of a row: pairs of neighbouring outputs, rounded.
+struct Neighbours {
+  const kv8_linear& l;
 
-  KV8_INLINE void advance(const kv8_linear& l, int64_t count) {
-    for (; count > 0 && row < end; --count) finish_one(l);
-  }
-  KV8_INLINE void finish_one(const kv8_linear& l) {
+  KV8_INLINE void operator()(int64_t row, int64_t n, F32* pair) const {
     const Round<BFloat16> round;
-    F32 pair[2] = {load(sums), load(sums + kSide)};
     const bool whole = n + kBlock <= l.num_outputs;
     if (l.bias != nullptr) {
       F32 bias[2];
@@ -118,7 +130,39 @@ struct Finishing {
     }
     if (whole) finish_row<kBlock>(l, row, n, round.words(pair));
     else finish_row<kSide>(l, row, n, round.words(pair));
-    sums += kBlock, ++row;
+  }
+};
+
+// Or gate and up, both rounded before one gates the other.
+template <class Function>
+struct Gated {
+  const kv8_linear& l;
+  const kv8_gate& g;
+
+  KV8_INLINE void operator()(int64_t row, int64_t n, F32* pair) const {
+    const Round<BFloat16> round;
+    if (l.bias != nullptr) {
+      const auto* bias = static_cast<const uint16_t*>(l.bias) + n / 2;
+      for (int i = 0; i < 2; ++i) pair[i] = pair[i] + widen_halves(bias + i * l.num_outputs / 2);
+    }
+    const F32 gated = round(Function::of(round(pair[0]))) * round(pair[1]);
+    store_halves(static_cast<uint16_t*>(g.out) + row * g.out_stride + n / 2, gated);
+  }
+};
+
+// Sums [rows][even, odd outputs] of rows [row, end) that are not finished yet.
+template <class Finish>
+struct Finishing {
+  Finish finish;
+  const float* sums = nullptr;
+  int64_t row = 0, end = 0, n = 0;
+
+  KV8_INLINE void advance(int64_t count) {
+    for (; count > 0 && row < end; --count) {
+      F32 pair[2] = {load(sums), load(sums + kSide)};
+      finish(row, n, pair);
+      sums += kBlock, ++row;
+    }
   }
 };
 
@@ -150,19 +194,20 @@ KV8_INLINE void multiply(const uint8_t* x, int64_t x_bytes, const uint8_t* packe
 }
 
 // A thread's part of the work.
-void work(Units& units) {
+template <class Finish>
+void work(Units& units, bool gated, const Finish& finish) {
   const kv8_linear& l = units.l;
   alignas(64) uint8_t packed[kMostSteps * 2 * kTileBytes];
   alignas(64) float sums[kMostRows / kBlock][kBlock * kBlock];
   const bool kept = units.steps > units.unit_steps;
-  Finishing finishing;
+  Finishing<Finish> finishing{finish};
   Unit unit;
   for (bool more = units.first(unit); more;) {
-    pack(l, unit, packed);
+    pack(Source(l, gated, unit.n), unit, packed);
     Unit next = unit;
     more = units.next(next);
     if (!more) next.steps = 0;
-    Fetching fetching(l, next);
+    Fetching fetching(Source(l, gated, next.n), next);
     const int64_t blocks = (unit.end - unit.row + kBlock - 1) / kBlock;
     // Sums that are not finished are, after so many a step, before others are stored there.
     const int64_t finished = (kBlock + unit.steps - 1) / unit.steps;
@@ -174,25 +219,33 @@ void work(Units& units) {
       const auto* x = static_cast<const uint16_t*>(l.x) + from * l.x_stride;
       multiply(reinterpret_cast<const uint8_t*>(x + unit.first_step * kInputs), 2 * l.x_stride,
                packed, unit.steps, unit.first_step == 0, to, [&]() KV8_INLINED {
-        finishing.advance(l, finished);
+        finishing.advance(finished);
         fetching.advance(fetched);
       });
-      if (units.last(unit))
-        finishing = {to + (row - from) * kBlock, row, std::min(row + kBlock, unit.end), unit.n};
+      if (units.last(unit)) {
+        finishing.sums = to + (row - from) * kBlock, finishing.n = unit.n;
+        finishing.row = row, finishing.end = std::min(row + kBlock, unit.end);
+      }
     }
     unit = next;
   }
-  finishing.advance(l, kBlock);
+  finishing.advance(kBlock);
 }
 
 }  // namespace
 
-void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads) {
+void linear_many(const kv8_linear& l, const kv8_gate* gate, int64_t num_rows, int num_threads) {
   Units units(l, num_rows);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     amx::configure();
-    work(units);
+    if (gate == nullptr) {
+      work(units, false, Neighbours{l});
+    } else {
+      with_activation(gate->function, [&](auto function) {
+        work(units, true, Gated<decltype(function)>{l, *gate});
+      });
+    }
     amx::release();
   }
 }

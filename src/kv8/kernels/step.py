@@ -90,6 +90,12 @@ class GateStruct(ctypes.Structure):
     )
 
 
+class GatedStruct(ctypes.Structure):
+    """`kv8_gated`."""
+
+    _fields_ = (("both", LinearStruct), ("gate", GateStruct))
+
+
 class OperationStruct(ctypes.Structure):
     """`kv8_operation`."""
 
@@ -101,7 +107,15 @@ class OperationStruct(ctypes.Structure):
 MOST_ROWS: Final = 64
 MOST_ROWS_ON_UNIT: Final = 1024
 
-Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct | StoreStruct | AttendStruct
+Operation = (
+    LinearStruct
+    | NormStruct
+    | RotaryStruct
+    | GateStruct
+    | GatedStruct
+    | StoreStruct
+    | AttendStruct
+)
 _KINDS: Final[dict[type, int]] = {
     LinearStruct: 0,
     NormStruct: 1,
@@ -109,6 +123,7 @@ _KINDS: Final[dict[type, int]] = {
     GateStruct: 3,
     StoreStruct: 4,
     AttendStruct: 5,
+    GatedStruct: 6,
 }
 
 

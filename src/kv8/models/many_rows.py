@@ -10,6 +10,8 @@ from typing import Final
 import torch
 
 from kv8.kernels.step import (
+    GatedStruct,
+    LinearStruct,
     gate_struct,
     linear_struct,
     most_rows,
@@ -82,10 +84,15 @@ class ManyRows:
         if layer.gate_up is None or layer.down is None:
             return self._join(layer.other_mlp(normed), out, parts.after_mlp, out)
         both = self._rows("gate and up", len(x), layer.gate_up.weight.shape[0])
-        self._multiply(layer.gate_up, normed, both)
         gate, up = both.chunk(2, dim=1)
         inner = self._rows("inner", len(x), gate.shape[1])
-        run_one(layer.kernels, gate_struct(gate, up, inner, function=parts.activation), len(x))
+        gating = gate_struct(gate, up, inner, function=parts.activation)
+        if self._native:
+            product = self._product(layer.gate_up, normed, both)
+            run_one(layer.kernels, GatedStruct(product, gating), len(x))
+        else:
+            self._multiply(layer.gate_up, normed, both)
+            run_one(layer.kernels, gating, len(x))
         return self._add(layer.down, inner, out, parts.after_mlp, out)
 
     def _add(
@@ -119,10 +126,19 @@ class ManyRows:
         residual: torch.Tensor | None = None,
     ) -> None:
         """Write the product; with a residual, which only native products take, the sum."""
-        if not self._native:
-            assert residual is None
-            return merged.multiply(x, out)
-        operation = linear_struct(
+        if self._native:
+            return run_one(self._layer.kernels, self._product(merged, x, out, residual), len(x))
+        assert residual is None
+        return merged.multiply(x, out)
+
+    def _product(
+        self,
+        merged: Merged,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> LinearStruct:
+        return linear_struct(
             merged.weight,
             merged.bias,
             x,
@@ -131,7 +147,6 @@ class ManyRows:
             residual=residual,
             multiplier=self._layer.parts.multiplier,
         )
-        return run_one(self._layer.kernels, operation, len(x))
 
     def _norm(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
         if norm is None:
