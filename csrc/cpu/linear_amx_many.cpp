@@ -25,18 +25,21 @@ constexpr int64_t kMostSteps = 18;           // of a unit of work: its weights s
 constexpr int64_t kMostRows = 512;           // of a unit of work, where sums have to be kept
 constexpr int64_t kPanelBytes = 1280 << 10;  // of x that stay in a core's cache
 
-// Inputs [kInputs first_step, ...) of outputs [n, n + kBlock) for rows [row, end).
+// Inputs [kInputs first_step, ...) of outputs [n, n + kBlock) for rows [row, end). The thread takes
+// the same rows' outputs up to `end_output` next.
 struct Unit {
-  int64_t row, end, n, first_step, steps;
+  int64_t row, end, n, end_output, first_step, steps;
 };
 
 // Hands out units. Weights of a share of outputs that do not fit the innermost cache are taken in
 // parts; meanwhile its sums wait in memory, as exact as they are in the tiles.
 struct Units {
   const kv8_linear& l;
-  int64_t num_rows, steps, unit_steps, panel_rows, shares, items, taken = 0;
+  int64_t num_rows, share, steps, unit_steps, panel_rows, shares, items, taken = 0;
 
-  Units(const kv8_linear& l, int64_t num_rows) : l(l), num_rows(num_rows) {
+  // A thread takes `share` outputs at a time.
+  Units(const kv8_linear& l, int64_t num_rows, int64_t share)
+      : l(l), num_rows(num_rows), share(share) {
     steps = l.num_inputs / kInputs;
     const int64_t parts = (steps + kMostSteps - 1) / kMostSteps;
     unit_steps = (steps + parts - 1) / parts;
@@ -44,7 +47,7 @@ struct Units {
     const int64_t rows = std::clamp(kPanelBytes / (2 * l.num_inputs), kBlock, most);
     const int64_t panels = (num_rows + rows - 1) / rows;
     panel_rows = ((num_rows + panels - 1) / panels + kBlock - 1) / kBlock * kBlock;
-    shares = (l.num_outputs + kBlock - 1) / kBlock;
+    shares = (l.num_outputs + share - 1) / share;
     items = (num_rows + panel_rows - 1) / panel_rows * shares;
   }
   bool first(Unit& unit) {
@@ -52,12 +55,17 @@ struct Units {
 #pragma omp atomic capture
     item = taken++;
     if (item >= items) return false;
-    const int64_t row = item / shares * panel_rows;
-    unit = {row, std::min(row + panel_rows, num_rows), item % shares * kBlock, 0, unit_steps};
+    const int64_t row = item / shares * panel_rows, n = item % shares * share;
+    unit = {row, std::min(row + panel_rows, num_rows), n, std::min(n + share, l.num_outputs), 0,
+            unit_steps};
     return true;
   }
   bool next(Unit& unit) {
-    if (last(unit)) return first(unit);
+    if (last(unit)) {
+      if (unit.n + kBlock >= unit.end_output) return first(unit);
+      unit.n += kBlock, unit.first_step = 0, unit.steps = unit_steps;
+      return true;
+    }
     unit.first_step += unit.steps;
     unit.steps = std::min(unit_steps, steps - unit.first_step);
     return true;
@@ -235,7 +243,8 @@ void work(Units& units, bool gated, const Finish& finish) {
 }  // namespace
 
 void linear_many(const kv8_linear& l, const kv8_gate* gate, int64_t num_rows, int num_threads) {
-  Units units(l, num_rows);
+  // Where two outputs become one, twice as many share a line of memory, which one thread writes.
+  Units units(l, num_rows, gate == nullptr ? kBlock : 2 * kBlock);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     amx::configure();

@@ -105,16 +105,15 @@ class OperationStruct(ctypes.Structure):
 # Without a matrix unit, products of more rows are torch's, which repacks the weight each time.
 # Where it gets to be faster was measured: between 64 and some hundreds, on any instruction set.
 MOST_ROWS: Final = 64
+# On one, torch's are faster for more rows than these if there are many inputs.
 MOST_ROWS_ON_UNIT: Final = 1024
+_FEW_INPUTS: Final = 1536
+UNLIMITED: Final = 1 << 30
+# There, products of more rows need no scratch.
+MOST_SCRATCH_ROWS: Final = 192
 
 Operation = (
-    LinearStruct
-    | NormStruct
-    | RotaryStruct
-    | GateStruct
-    | GatedStruct
-    | StoreStruct
-    | AttendStruct
+    LinearStruct | NormStruct | RotaryStruct | GateStruct | GatedStruct | StoreStruct | AttendStruct
 )
 _KINDS: Final[dict[type, int]] = {
     LinearStruct: 0,
@@ -194,7 +193,9 @@ def most_rows(kernels: CpuKernels, weight: torch.Tensor) -> int:
         and num_outputs % 16 == 0
         and num_inputs % 32 == 0
     )
-    return MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS
+    if not on_unit:
+        return MOST_ROWS
+    return UNLIMITED if num_inputs <= _FEW_INPUTS else MOST_ROWS_ON_UNIT
 
 
 def linear_struct(
@@ -214,7 +215,8 @@ def linear_struct(
         bias: [O] or `None`.
         x: [T, I].
         out: [T, O].
-        scratch: float32, at least `scratch_size` values.
+        scratch: float32, at least `scratch_size` values; on a matrix unit those of
+            `MOST_SCRATCH_ROWS` rows suffice for more.
         residual: [T, O] or `None`; may be ``out``.
         multiplier: of the product, where there is a residual.
     """
