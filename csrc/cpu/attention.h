@@ -3,6 +3,7 @@
 
 #include "walk.h"
 #include "workspace.h"
+#include "write_values.h"
 
 namespace kv8::KV8_ISA {
 
@@ -200,12 +201,9 @@ class Attention {
         const int r = start + first + i;
         float* dots = work.dots + (first + i) * kTile;
         TileOfWeights x;
-        if (plain) {
-          largest[i] = times(dots, work.multipliers[r], x);
-          continue;
-        }
-        largest[i] = logits_of(work, r, first + i, tile, x);
-        for (int j = 0; j < kTile / kLanes; ++j) store(dots + j * kLanes, x[j]);
+        largest[i] = plain ? times(dots, work.multipliers[r], x)
+                           : logits_of(work, r, first + i, tile, x);
+        for (int j = 0; !plain && j < kTile / kLanes; ++j) store(dots + j * kLanes, x[j]);
       }
       for (int i = some; i < kLanes; ++i) largest[i] = splat(kNoMaximum);
       each(start + first, some, ceiling(row_maxima(largest)));
@@ -236,7 +234,7 @@ class Attention {
   void weigh(Workspace<Code>& work, int start, int count, const Tile& tile, const Sums& sums) const {
     const bool as_they_are = plain(work, start, count, tile);
     for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 maxima) {
-      if (any_greater(maxima, load(sums.maxima + r))) raise_some(sums, r, some, maxima);
+      if (any_greater(maxima, load(sums.maxima + r))) raise_some(sums, r, some, head_dim_, maxima);
     });
     for (int i = 0; i < count; ++i) {
       const int r = start + i;
@@ -246,13 +244,6 @@ class Attention {
       work.products.set_weights(i, x);
       work.products.prefetch_next(r, sums.values);
     }
-  }
-
-  void raise_some(const Sums& sums, int first, int count, F32 vector) const {
-    float maxima[kLanes];
-    store(maxima, vector);
-    for (int i = 0; i < count; ++i)
-      if (maxima[i] > sums.maxima[first + i]) raise(sums, first + i, head_dim_, maxima[i]);
   }
 
   // The same for so few rows that their logits stay in registers.
@@ -290,36 +281,9 @@ class Attention {
       float values[kMaxHeadDim];
       for (int i = 0; i < padded(head_dim_); i += kLanes)
         store(values + i, load(row + i) / splat(weight) * splat(v_scale));
-      write(values, static_cast<uint8_t*>(a_.output.data) +
-                        token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
-    }
-  }
-
-  void write(const float* values, uint8_t* out) const {
-    switch (static_cast<Format>(a_.output.dtype)) {
-      case Format::kBFloat16: return write_as<BFloat16>(values, out);
-      case Format::kFloat16: return write_as<Float16>(values, out);
-      default: return write_as<Float32>(values, out);
-    }
-  }
-
-  // Values that lie as `lane_of` has them, in their own order.
-  template <class To>
-  void write_as(const float* values, uint8_t* out) const {
-    constexpr int kCodes = To::kCodesPerWord;
-    const Round<To> round;
-    for (int d = 0; d < head_dim_; d += kCodes * kLanes) {
-      alignas(64) float parts[kCodes][kLanes];
-      F32 codes[kCodes];
-      for (int i = 0; i < kCodes; ++i) {
-        for (int j = 0; j < kLanes; ++j) parts[i][j] = values[lanes_[d + j * kCodes + i]];
-        codes[i] = load(parts[i]);
-      }
-      const int64_t bytes = (head_dim_ - d) * static_cast<int64_t>(sizeof(typename To::Code));
-      const U32 words = round.words(codes);
-      if (bytes >= 4 * kLanes) store_words(out, words);
-      else store_bytes(out, words, bytes);
-      out += 4 * kLanes;
+      write_values(values, lanes_, head_dim_, static_cast<Format>(a_.output.dtype),
+                   static_cast<uint8_t*>(a_.output.data) +
+                       token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
     }
   }
 

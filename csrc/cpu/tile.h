@@ -76,6 +76,14 @@ inline void raise(const Sums& sums, int r, int head_dim, float maximum) {
   sums.maxima[r] = maximum;
 }
 
+// The same for rows first <= r < first + count whose maxima are larger.
+inline void raise_some(const Sums& sums, int first, int count, int head_dim, F32 vector) {
+  float maxima[kLanes];
+  store(maxima, vector);
+  for (int i = 0; i < count; ++i)
+    if (maxima[i] > sums.maxima[first + i]) raise(sums, first + i, head_dim, maxima[i]);
+}
+
 // Add the sums of a later split to those of all splits before it.
 inline void merge(const Sums& total, const Sums& part, int rows, int head_dim) {
   const int width = padded(head_dim);

@@ -11,15 +11,8 @@ from typing import Final
 
 import torch
 
-from kv8.kernels.step import (
-    MOST_SCRATCH_ROWS,
-    GatedStruct,
-    LinearStruct,
-    Operation,
-    OperationList,
-    gate_struct,
-    linear_struct,
-)
+from kv8.kernels.step import MOST_SCRATCH_ROWS, OperationList, gate_struct, linear_struct
+from kv8.kernels.step_structs import GatedStruct, LinearStruct, Operation
 from kv8.models.decoder_parts import Norm
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.merged_weights import Merged

@@ -167,8 +167,7 @@ def test_steps_are_as_large_as_not_a_bit_depends_on_it(
     monkeypatch.setattr(Runner, "run", noting)
     samples = texts([360] * 6)
     expected = observe(engine, samples)
-    largest = engine.config.options.max_num_batched_tokens
-    assert max(sizes) == min(fusion.most_native, largest)
+    assert max(sizes) == min(fusion.most_native, 3 * 360)  # so many samples are packed together
     for most in (64, 17):
         sizes.clear()
         fusion.most_native = most

@@ -8,7 +8,8 @@ import torch
 from tests.native_operations import DTYPES, assert_same, draw, framed, multiply, run, unusual
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import GatedStruct, gate_struct, linear_struct, scratch_size
+from kv8.kernels.step import gate_struct, linear_struct, scratch_size
+from kv8.kernels.step_structs import GatedStruct
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
