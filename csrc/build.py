@@ -27,7 +27,9 @@ ISA_FLAGS = {
     ],
 }
 # Where a sum follows a product, both are rounded, as torch's separate operations do.
-SOURCE_FLAGS = {"elementwise.cpp": ["-ffp-contract=off"]}
+SOURCE_FLAGS = {
+    source: ["-ffp-contract=off"] for source in ("elementwise.cpp", "linear_amx_many.cpp")
+}
 # Dot products and tiles of bfloat16, where compiler and system know them: variants of some sources
 # of the avx512 build, entered only on a CPU that has the unit.
 BF16_FLAGS = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
@@ -77,7 +79,8 @@ def build(output: Path, *, sanitize: bool = False) -> None:
         if amx:
             for source in ("attend.cpp", "linear_amx.cpp", "linear_amx_many.cpp"):
                 target = f"{Path(source).stem}-amx.o"
-                jobs.append((source, target, ["-DKV8_ISA=amx", *AMX_FLAGS]))
+                source_flags = SOURCE_FLAGS.get(source, [])
+                jobs.append((source, target, ["-DKV8_ISA=amx", *AMX_FLAGS, *source_flags]))
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
             source, target, more = job

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import Operation, OperationList, linear_struct, scratch_size
+from kv8.kernels.step import OperationList, linear_struct, scratch_size
+from kv8.kernels.step_structs import Operation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

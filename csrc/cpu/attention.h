@@ -3,6 +3,7 @@
 
 #include "walk.h"
 #include "workspace.h"
+#include "write_values.h"
 
 namespace kv8::KV8_ISA {
 
@@ -44,8 +45,11 @@ class Attention {
     pack_queries(piece, work);
     Sums part(alone ? work.part : records, rows, head_dim_);
     const Sums total(work.total, rows, head_dim_);
-    start_sums(part, rows, maxima);
-    if (alone) start_sums(total, rows, maxima);
+    start_sums(work, part, rows, maxima);
+    if (alone) {
+      total.clear(rows, head_dim_);
+      set_maxima(total, rows, maxima);
+    }
     auto end_tile = [&](const Tile& tile) {
       const int end_key = tile.first_key + kTile;
       if (tile.head + 1 < piece.num_kv_heads || end_key % kSplit != 0 || end_key >= piece.end_key)
@@ -56,7 +60,7 @@ class Attention {
         records += record_floats();
         part = Sums(records, rows, head_dim_);
       }
-      start_sums(part, rows, maxima);
+      start_sums(work, part, rows, maxima);
     };
     walk_.for_tiles(piece, next_piece, work.fetch, [&](const Tile& tile) {
       add_tile(piece, work, tile, part);
@@ -78,8 +82,12 @@ class Attention {
       work.products.load_keys(tile.rows, work.fetch);
       for_blocks(tile.head * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
         work.products.multiply_keys(start, count, work.dots);
-        for_maxima(work, start, count, tile, [&](int r, float largest) {
-          if (largest > maxima[r]) maxima[r] = largest;
+        const bool as_they_are = plain(work, start, count, tile);
+        for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 vector) {
+          float largest[kLanes];
+          store(largest, vector);
+          for (int i = 0; i < some; ++i)
+            if (largest[i] > maxima[r + i]) maxima[r + i] = largest[i];
         });
       });
     });
@@ -119,8 +127,13 @@ class Attention {
             min(row.end - tile.first_key, tile.rows.end)};
   }
 
-  void start_sums(const Sums& sums, int rows, const float* maxima) const {
-    sums.clear(rows, head_dim_);
+  void start_sums(const Workspace<Code>& work, const Sums& sums, int rows,
+                  const float* maxima) const {
+    if (work.products.overwrites()) sums.clear_weights(rows);
+    else sums.clear(rows, head_dim_);
+    set_maxima(sums, rows, maxima);
+  }
+  void set_maxima(const Sums& sums, int rows, const float* maxima) const {
     if (maxima != nullptr) std::memcpy(sums.maxima, maxima, sizeof(float) * static_cast<size_t>(rows));
   }
 
@@ -168,22 +181,32 @@ class Attention {
     for (int i = 0; i < rows; i += kMost) work(first + i, min(rows - i, kMost));
   }
 
-  // Turn the dot products of rows start <= r < start + count into logits, and call work(r, the
-  // largest, rounded up). Vector by vector of rows, so that they need not wait for each other.
+  // Whether logits of rows start <= r < start + count are their dot products times multipliers and
+  // nothing else: later rows see later keys.
+  bool plain(const Workspace<Code>& work, int start, int count, const Tile& tile) const {
+    return logits_.cap == 0.0f && visible_in(work.visible[start], tile).end >= kTile &&
+           visible_in(work.visible[start + count - 1], tile).first <= 0;
+  }
+
+  // Find the largest logits of rows start <= r < start + count, rounded up, and call work(first row,
+  // how many, their maxima) for each vector of rows, so that they need not wait for each other.
+  // Unless they are plain, the logits replace the dot products.
   template <class Work>
-  void for_maxima(Workspace<Code>& work, int start, int count, const Tile& tile, Work&& each) const {
-    alignas(64) float largest[kLanes * kLanes], maxima[kLanes];
+  void for_maxima(Workspace<Code>& work, int start, int count, const Tile& tile, bool plain,
+                  Work&& each) const {
     for (int first = 0; first < count; first += kLanes) {
       const int some = min(count - first, kLanes);
+      F32 largest[kLanes];
       for (int i = 0; i < some; ++i) {
         const int r = start + first + i;
+        float* dots = work.dots + (first + i) * kTile;
         TileOfWeights x;
-        store(largest + i * kLanes, logits_of(work, r, first + i, tile, x));
-        for (int j = 0; j < kTile / kLanes; ++j)
-          store(work.dots + (first + i) * kTile + j * kLanes, x[j]);
+        largest[i] = plain ? times(dots, work.multipliers[r], x)
+                           : logits_of(work, r, first + i, tile, x);
+        for (int j = 0; !plain && j < kTile / kLanes; ++j) store(dots + j * kLanes, x[j]);
       }
-      row_maxima(largest, some, maxima);
-      for (int i = 0; i < some; ++i) each(start + first + i, maxima[i]);
+      for (int i = some; i < kLanes; ++i) largest[i] = splat(kNoMaximum);
+      each(start + first, some, ceiling(row_maxima(largest)));
     }
   }
 
@@ -191,6 +214,7 @@ class Attention {
   void add_tile(const Piece& piece, Workspace<Code>& work, const Tile& tile,
                 const Sums& sums) const {
     auto visible = [&](int r) { return visible_in(work.visible[r], tile); };
+    const bool fresh = tile.first_key % kSplit == 0 || tile.first_key <= piece.first_key;
     work.products.load_keys(tile.rows, work.fetch);
     const int first = tile.head * rows_of_head(piece);
     for_blocks(first, rows_of_head(piece), [&](int start, int count) {
@@ -201,21 +225,24 @@ class Attention {
         if (count <= 4) weigh_few<rounding>(work, start, count, tile, sums);
         else weigh<rounding>(work, start, count, tile, sums);
       });
-      work.products.add_values(start, count, visible, sums.values);
+      work.products.add_values(start, count, visible, sums.values, fresh);
     });
   }
 
   // Turn the dot products of rows start <= r < start + count into weights.
   template <Rounding kRounding>
   void weigh(Workspace<Code>& work, int start, int count, const Tile& tile, const Sums& sums) const {
-    for_maxima(work, start, count, tile, [&](int r, float largest) {
-      if (largest > sums.maxima[r]) raise(sums, r, head_dim_, largest);
+    const bool as_they_are = plain(work, start, count, tile);
+    for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 maxima) {
+      if (any_greater(maxima, load(sums.maxima + r))) raise_some(sums, r, some, head_dim_, maxima);
     });
     for (int i = 0; i < count; ++i) {
+      const int r = start + i;
       TileOfWeights x;
-      for (int j = 0; j < kTile / kLanes; ++j) x[j] = load(work.dots + i * kTile + j * kLanes);
-      soften<kRounding>(sums, start + i, x);
+      (void)times(work.dots + i * kTile, as_they_are ? work.multipliers[r] : 1.0f, x);
+      soften<kRounding>(sums, r, x);
       work.products.set_weights(i, x);
+      work.products.prefetch_next(r, sums.values);
     }
   }
 
@@ -242,37 +269,22 @@ class Attention {
 
   // Divide by the softmax's denominator, put values in order, and write them.
   void finish(const Piece& piece, const Sums& sums) const {
+    float weights[kLanes];
     for (int r = 0; r < num_rows(piece); ++r) {
+      if (r % kLanes == 0) store(weights, row_sums(sums.weights + r * kLanes, num_rows(piece) - r));
       const int h = head(piece, r);
-      float weight = 0.0f;
-      for (int i = 0; i < kLanes; ++i) weight += sums.weights[r * kLanes + i];
+      float weight = weights[r % kLanes];
       if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[h] * kLog2E - sums.maxima[r]);
       if (logits_.rounding == Rounding::kE4M3) weight *= kWeightSteps;
       const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[kv_head(piece, r)];
       const float* row = sums.values + static_cast<int64_t>(r) * padded(head_dim_);
-      float quotients[kMaxHeadDim], values[kMaxHeadDim];
+      float values[kMaxHeadDim];
       for (int i = 0; i < padded(head_dim_); i += kLanes)
-        store(quotients + i, load(row + i) / splat(weight) * splat(v_scale));
-      for (int d = 0; d < head_dim_; ++d) values[d] = quotients[lanes_[d]];
-      write(values, static_cast<uint8_t*>(a_.output.data) +
-                        token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
+        store(values + i, load(row + i) / splat(weight) * splat(v_scale));
+      write_values(values, lanes_, head_dim_, static_cast<Format>(a_.output.dtype),
+                   static_cast<uint8_t*>(a_.output.data) +
+                       token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
     }
-  }
-
-  void write(const float* values, uint8_t* out) const {
-    switch (static_cast<Format>(a_.output.dtype)) {
-      case Format::kBFloat16: return write_as<BFloat16>(values, out);
-      case Format::kFloat16: return write_as<Float16>(values, out);
-      default: return write_as<Float32>(values, out);
-    }
-  }
-
-  template <class To>
-  void write_as(const float* values, uint8_t* out) const {
-    typename To::Code codes[kMaxHeadDim];
-    for (int d = 0; d < head_dim_; ++d)
-      codes[d] = static_cast<typename To::Code>(To::encode(values[d]));
-    std::memcpy(out, codes, static_cast<size_t>(head_dim_) * sizeof codes[0]);
   }
 
   const kv8_attend& a_;
@@ -281,7 +293,7 @@ class Attention {
   const int head_dim_;
   const Walk walk_;
   Logits logits_;
-  int32_t lanes_[kMaxHeadDim];  // where the values of a row of sums lie
+  int32_t lanes_[kMaxHeadDim] = {};  // where the values of a row of sums lie
 };
 
 }  // namespace kv8::KV8_ISA

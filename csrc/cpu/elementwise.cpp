@@ -4,6 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "activations.h"
 #include "step.h"
 #include "values.h"
 
@@ -137,37 +138,6 @@ void run(const kv8_rotary& r, int64_t num_rows, int num_threads) {
   return rotate<Code, Float32>(r, num_rows, num_threads);
 }
 
-// e**-x, relative error below 2**-23; 0 where that is below 2**-100, infinity above some 2**127.
-KV8_INLINE F32 exponential_of_minus(F32 x) {
-  x = max(splat(-1000.0f), x);  // far beyond, the fraction would be a huge number; NaN stays
-  // Adding 1.5 * 2**23 and taking it away again leaves a whole number.
-  const F32 large = splat(12582912.0f);
-  const F32 whole = fma(x, splat(-1.4426950408889634f), large) - large;
-  // log(2) in two parts, the first with few enough bits that its product is exact.
-  F32 f = fma(whole, splat(0.693359375f), x);
-  f = fma(whole, splat(-2.12194440e-4f), f);
-  F32 p = splat(0x1.6ae720p-10f);  // minimax of e**-f, |f| <= log(2) / 2, found by least squares
-  p = fma(p, f, splat(-0x1.126792p-7f));
-  p = fma(p, f, splat(0x1.555822p-5f));
-  p = fma(p, f, splat(-0x1.55541ap-3f));
-  p = fma(p, f, splat(0x1.fffffcp-2f));
-  p = fma(p, f, splat(-1.0f));
-  p = fma(p, f, splat(1.0f));
-  return scale_by_power(p, whole);
-}
-
-struct Silu {
-  static KV8_INLINE F32 of(F32 x) { return x / (splat(1.0f) + exponential_of_minus(x)); }
-};
-
-struct GeluTanh {
-  static KV8_INLINE F32 of(F32 x) {
-    const F32 inner = splat(0.7978845608028654f) * (x + splat(0.044715f) * (x * x * x));
-    // 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))
-    return x / (splat(1.0f) + exponential_of_minus(splat(2.0f) * inner));
-  }
-};
-
 template <class Code, class Function>
 void gate_row(const typename Code::Code* gate, const typename Code::Code* up,
               typename Code::Code* out, int64_t size) {
@@ -194,10 +164,9 @@ void run(const kv8_gate& g, int64_t num_rows, int num_threads) {
     const int64_t t = i / parts, first = i % parts * kPart;
     const int64_t count = first + kPart < g.size ? kPart : g.size - first;
     const int64_t from = t * g.in_stride + first, to = t * g.out_stride + first;
-    if (g.function == 0)
-      gate_row<Code, Silu>(gate + from, up + from, out + to, count);
-    else
-      gate_row<Code, GeluTanh>(gate + from, up + from, out + to, count);
+    with_activation(g.function, [&](auto function) {
+      gate_row<Code, decltype(function)>(gate + from, up + from, out + to, count);
+    });
   }
 }
 
@@ -213,6 +182,13 @@ void run_as(const Arguments& arguments, int64_t num_rows, int num_threads) {
 }  // namespace
 
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads);
+bool gated_at_once(const kv8_gated& g, int64_t num_rows, int num_threads);
+
+static void gated(const kv8_gated& g, int64_t num_rows, int num_threads) {
+  if (gated_at_once(g, num_rows, num_threads)) return;
+  linear(g.both, num_rows, num_threads);
+  run_as(g.gate, num_rows, num_threads);
+}
 
 void operation(const kv8_operation& o, int64_t num_rows, int num_threads) {
   switch (o.kind) {
@@ -220,6 +196,7 @@ void operation(const kv8_operation& o, int64_t num_rows, int num_threads) {
     case 1: return run_as(*static_cast<const kv8_norm*>(o.arguments), num_rows, num_threads);
     case 2: return run_as(*static_cast<const kv8_rotary*>(o.arguments), num_rows, num_threads);
     case 3: return run_as(*static_cast<const kv8_gate*>(o.arguments), num_rows, num_threads);
+    case 6: return gated(*static_cast<const kv8_gated*>(o.arguments), num_rows, num_threads);
   }
 }
 

@@ -135,6 +135,18 @@ void run(const kv8_linear& l, int64_t num_rows, int num_threads) {
 
 }  // namespace
 
+// Run `g` without its intermediate results in memory, if there is a way to; returns whether.
+bool gated_at_once([[maybe_unused]] const kv8_gated& g, [[maybe_unused]] int64_t num_rows,
+                   [[maybe_unused]] int num_threads) {
+#if defined(KV8_AMX)
+  if (kv8_isa() == 4 && kv8::amx::takes_gated(g, num_rows)) {
+    kv8::amx::linear_many(g.both, &g.gate, num_rows, num_threads);
+    return true;
+  }
+#endif
+  return false;
+}
+
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
 #if defined(KV8_AMX)
   if (kv8_isa() == 4 && kv8::amx::takes(l))

@@ -167,8 +167,12 @@ bool takes(const kv8_linear& l) {
          l.num_outputs % kSide == 0 && available();
 }
 
+bool takes_gated(const kv8_gated& g, int64_t num_rows) {
+  return takes(g.both) && num_rows >= kManyRows && g.both.num_outputs % (2 * kSide) == 0;
+}
+
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
-  if (num_rows >= kManyRows) return linear_many(l, num_rows, num_threads);
+  if (num_rows >= kManyRows) return linear_many(l, nullptr, num_rows, num_threads);
   auto* packed = reinterpret_cast<uint8_t*>(l.scratch);
   const int64_t block_bytes = l.num_inputs / kInputs * kTileBytes;
   const int64_t blocks = (num_rows + kSide - 1) / kSide;

@@ -11,6 +11,8 @@ bool takes(const kv8_linear& l);
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads);
 // The same results for many rows, faster from kManyRows on: there packing the weight pays.
 constexpr int64_t kManyRows = 192;
-void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads);
+// With `gate`, the outputs are gate and up, and what comes of them is written instead.
+void linear_many(const kv8_linear& l, const kv8_gate* gate, int64_t num_rows, int num_threads);
+bool takes_gated(const kv8_gated& g, int64_t num_rows);
 
 }  // namespace kv8::amx

@@ -6,7 +6,9 @@
 // The unit is kept busy if other work is done beside it in small pieces: each step of a product
 // also finishes some sums of the block before it, and fetches some of the weights that come next.
 #include <algorithm>
+#include <initializer_list>
 
+#include "activations.h"
 #include "amx.h"
 #include "finish_row.h"
 #include "linear_amx.h"
@@ -23,18 +25,21 @@ constexpr int64_t kMostSteps = 18;           // of a unit of work: its weights s
 constexpr int64_t kMostRows = 512;           // of a unit of work, where sums have to be kept
 constexpr int64_t kPanelBytes = 1280 << 10;  // of x that stay in a core's cache
 
-// Inputs [kInputs first_step, ...) of outputs [n, n + kBlock) for rows [row, end).
+// Inputs [kInputs first_step, ...) of outputs [n, n + kBlock) for rows [row, end). The thread takes
+// the same rows' outputs up to `end_output` next.
 struct Unit {
-  int64_t row, end, n, first_step, steps;
+  int64_t row, end, n, end_output, first_step, steps;
 };
 
 // Hands out units. Weights of a share of outputs that do not fit the innermost cache are taken in
 // parts; meanwhile its sums wait in memory, as exact as they are in the tiles.
 struct Units {
   const kv8_linear& l;
-  int64_t num_rows, steps, unit_steps, panel_rows, shares, items, taken = 0;
+  int64_t num_rows, share, steps, unit_steps, panel_rows, shares, items, taken = 0;
 
-  Units(const kv8_linear& l, int64_t num_rows) : l(l), num_rows(num_rows) {
+  // A thread takes `share` outputs at a time.
+  Units(const kv8_linear& l, int64_t num_rows, int64_t share)
+      : l(l), num_rows(num_rows), share(share) {
     steps = l.num_inputs / kInputs;
     const int64_t parts = (steps + kMostSteps - 1) / kMostSteps;
     unit_steps = (steps + parts - 1) / parts;
@@ -42,7 +47,7 @@ struct Units {
     const int64_t rows = std::clamp(kPanelBytes / (2 * l.num_inputs), kBlock, most);
     const int64_t panels = (num_rows + rows - 1) / rows;
     panel_rows = ((num_rows + panels - 1) / panels + kBlock - 1) / kBlock * kBlock;
-    shares = (l.num_outputs + kBlock - 1) / kBlock;
+    shares = (l.num_outputs + share - 1) / share;
     items = (num_rows + panel_rows - 1) / panel_rows * shares;
   }
   bool first(Unit& unit) {
@@ -50,12 +55,17 @@ struct Units {
 #pragma omp atomic capture
     item = taken++;
     if (item >= items) return false;
-    const int64_t row = item / shares * panel_rows;
-    unit = {row, std::min(row + panel_rows, num_rows), item % shares * kBlock, 0, unit_steps};
+    const int64_t row = item / shares * panel_rows, n = item % shares * share;
+    unit = {row, std::min(row + panel_rows, num_rows), n, std::min(n + share, l.num_outputs), 0,
+            unit_steps};
     return true;
   }
   bool next(Unit& unit) {
-    if (last(unit)) return first(unit);
+    if (last(unit)) {
+      if (unit.n + kBlock >= unit.end_output) return first(unit);
+      unit.n += kBlock, unit.first_step = 0, unit.steps = unit_steps;
+      return true;
+    }
     unit.first_step += unit.steps;
     unit.steps = std::min(unit_steps, steps - unit.first_step);
     return true;
@@ -63,52 +73,62 @@ struct Units {
   bool last(const Unit& unit) const { return unit.first_step + unit.steps == steps; }
 };
 
+// Where the weights of a unit's outputs lie: those whose sums are even lanes of a word, and odd ones.
+// They are neighbours, or gate and up.
+struct Source {
+  const uint8_t *even, *odd;
+  int64_t stride, rows;  // in bytes from one to the next; how many of each
+
+  Source(const kv8_linear& l, bool gated, int64_t n) {
+    const int64_t bytes = 2 * l.num_inputs;
+    stride = gated ? bytes : 2 * bytes;
+    even = static_cast<const uint8_t*>(l.weight) + n / 2 * stride;
+    odd = even + (gated ? l.num_outputs / 2 : 1) * bytes;
+    rows = std::min(kSide, (l.num_outputs - n) / 2);
+  }
+};
+
 // Packs the weights of a unit: the words of even outputs' rows become columns of one tile, those of
 // odd outputs' rows of another, so that the sums of two outputs that share a word are in the same
 // lane. Where there are only sixteen outputs, their columns are followed by some that nobody reads.
-void pack(const kv8_linear& l, const Unit& unit, uint8_t* to) {
-  const int64_t bytes = 2 * l.num_inputs;
-  const int64_t rows = std::min(kSide, (l.num_outputs - unit.n) / 2);
-  const auto* weight = static_cast<const uint8_t*>(l.weight) + unit.n * bytes;
+void pack(const Source& source, const Unit& unit, uint8_t* to) {
   for (int64_t step = 0; step < unit.steps; ++step)
-    for (int64_t odd = 0; odd < 2; ++odd, to += kTileBytes) {
-      const uint8_t* first = weight + odd * bytes + (unit.first_step + step) * 64;
+    for (const uint8_t* rows : {source.even, source.odd}) {
       const uint8_t* from[kSide];
-      for (int64_t i = 0; i < kSide; ++i) from[i] = first + (i < rows ? i : 0) * 2 * bytes;
+      for (int64_t i = 0; i < kSide; ++i)
+        from[i] = rows + (i < source.rows ? i : 0) * source.stride + (unit.first_step + step) * 64;
       U32 words[kSide];
       load_transposed(from, kSide, words);
       for (int64_t i = 0; i < kSide; ++i) store_words(to + 64 * i, words[i]);
+      to += kTileBytes;
     }
 }
 
 // Asks for the next unit's weights, row after row, a few a step: what is waited for passes between.
 struct Fetching {
-  const uint8_t* row;
-  int64_t bytes, steps, step = 0, rows;
+  const Source source;
+  const int64_t first, steps;
+  int64_t row = 0, step = 0;
 
-  Fetching(const kv8_linear& l, const Unit& unit) : bytes(2 * l.num_inputs), steps(unit.steps) {
-    row = static_cast<const uint8_t*>(l.weight) + unit.n * bytes + unit.first_step * 64;
-    rows = steps == 0 ? 0 : std::min(kBlock, l.num_outputs - unit.n);
+  Fetching(const Source& source, const Unit& unit)
+      : source(source), first(unit.first_step * 64), steps(unit.steps) {
+    if (steps == 0) row = source.rows;
   }
   KV8_INLINE void advance(int64_t count) {
-    for (int64_t i = 0; i < count && rows > 0; ++i) {
-      prefetch(row + step * 64);
-      if (++step == steps) step = 0, row += bytes, --rows;
+    for (int64_t i = 0; i < count && row < source.rows; ++i) {
+      const int64_t offset = row * source.stride + first + step % steps * 64;
+      prefetch((step < steps ? source.even : source.odd) + offset);
+      if (++step == 2 * steps) step = 0, ++row;
     }
   }
 };
 
-// Sums [rows][even, odd outputs] of rows [row, end) that are not finished yet.
-struct Finishing {
-  const float* sums = nullptr;
-  int64_t row = 0, end = 0, n = 0;
+// What becomes of the sums of a row: pairs of neighbouring outputs, rounded.
+struct Neighbours {
+  const kv8_linear& l;
 
-  KV8_INLINE void advance(const kv8_linear& l, int64_t count) {
-    for (; count > 0 && row < end; --count) finish_one(l);
-  }
-  KV8_INLINE void finish_one(const kv8_linear& l) {
+  KV8_INLINE void operator()(int64_t row, int64_t n, F32* pair) const {
     const Round<BFloat16> round;
-    F32 pair[2] = {load(sums), load(sums + kSide)};
     const bool whole = n + kBlock <= l.num_outputs;
     if (l.bias != nullptr) {
       F32 bias[2];
@@ -118,7 +138,39 @@ struct Finishing {
     }
     if (whole) finish_row<kBlock>(l, row, n, round.words(pair));
     else finish_row<kSide>(l, row, n, round.words(pair));
-    sums += kBlock, ++row;
+  }
+};
+
+// Or gate and up, both rounded before one gates the other.
+template <class Function>
+struct Gated {
+  const kv8_linear& l;
+  const kv8_gate& g;
+
+  KV8_INLINE void operator()(int64_t row, int64_t n, F32* pair) const {
+    const Round<BFloat16> round;
+    if (l.bias != nullptr) {
+      const auto* bias = static_cast<const uint16_t*>(l.bias) + n / 2;
+      for (int i = 0; i < 2; ++i) pair[i] = pair[i] + widen_halves(bias + i * l.num_outputs / 2);
+    }
+    const F32 gated = round(Function::of(round(pair[0]))) * round(pair[1]);
+    store_halves(static_cast<uint16_t*>(g.out) + row * g.out_stride + n / 2, gated);
+  }
+};
+
+// Sums [rows][even, odd outputs] of rows [row, end) that are not finished yet.
+template <class Finish>
+struct Finishing {
+  Finish finish;
+  const float* sums = nullptr;
+  int64_t row = 0, end = 0, n = 0;
+
+  KV8_INLINE void advance(int64_t count) {
+    for (; count > 0 && row < end; --count) {
+      F32 pair[2] = {load(sums), load(sums + kSide)};
+      finish(row, n, pair);
+      sums += kBlock, ++row;
+    }
   }
 };
 
@@ -150,19 +202,20 @@ KV8_INLINE void multiply(const uint8_t* x, int64_t x_bytes, const uint8_t* packe
 }
 
 // A thread's part of the work.
-void work(Units& units) {
+template <class Finish>
+void work(Units& units, bool gated, const Finish& finish) {
   const kv8_linear& l = units.l;
   alignas(64) uint8_t packed[kMostSteps * 2 * kTileBytes];
   alignas(64) float sums[kMostRows / kBlock][kBlock * kBlock];
   const bool kept = units.steps > units.unit_steps;
-  Finishing finishing;
+  Finishing<Finish> finishing{finish};
   Unit unit;
   for (bool more = units.first(unit); more;) {
-    pack(l, unit, packed);
+    pack(Source(l, gated, unit.n), unit, packed);
     Unit next = unit;
     more = units.next(next);
     if (!more) next.steps = 0;
-    Fetching fetching(l, next);
+    Fetching fetching(Source(l, gated, next.n), next);
     const int64_t blocks = (unit.end - unit.row + kBlock - 1) / kBlock;
     // Sums that are not finished are, after so many a step, before others are stored there.
     const int64_t finished = (kBlock + unit.steps - 1) / unit.steps;
@@ -174,25 +227,34 @@ void work(Units& units) {
       const auto* x = static_cast<const uint16_t*>(l.x) + from * l.x_stride;
       multiply(reinterpret_cast<const uint8_t*>(x + unit.first_step * kInputs), 2 * l.x_stride,
                packed, unit.steps, unit.first_step == 0, to, [&]() KV8_INLINED {
-        finishing.advance(l, finished);
+        finishing.advance(finished);
         fetching.advance(fetched);
       });
-      if (units.last(unit))
-        finishing = {to + (row - from) * kBlock, row, std::min(row + kBlock, unit.end), unit.n};
+      if (units.last(unit)) {
+        finishing.sums = to + (row - from) * kBlock, finishing.n = unit.n;
+        finishing.row = row, finishing.end = std::min(row + kBlock, unit.end);
+      }
     }
     unit = next;
   }
-  finishing.advance(l, kBlock);
+  finishing.advance(kBlock);
 }
 
 }  // namespace
 
-void linear_many(const kv8_linear& l, int64_t num_rows, int num_threads) {
-  Units units(l, num_rows);
+void linear_many(const kv8_linear& l, const kv8_gate* gate, int64_t num_rows, int num_threads) {
+  // Where two outputs become one, twice as many share a line of memory, which one thread writes.
+  Units units(l, num_rows, gate == nullptr ? kBlock : 2 * kBlock);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     amx::configure();
-    work(units);
+    if (gate == nullptr) {
+      work(units, false, Neighbours{l});
+    } else {
+      with_activation(gate->function, [&](auto function) {
+        work(units, true, Gated<decltype(function)>{l, *gate});
+      });
+    }
     amx::release();
   }
 }

@@ -12,7 +12,8 @@
 namespace kv8::KV8_ISA {
 
 constexpr int kMostSplits = 4;   // of a piece, where a sequence has several
-constexpr int kBlockRows = 192;  // rows that share one widened tile of keys and values
+constexpr int kBlockRows = 384;  // rows that share one widened tile of keys and values
+constexpr int kFewestBlockRows = 192;  // where there are too few blocks for the threads
 constexpr int kFewRows = 16;     // rows of a head so few that reading its keys is the work
 
 struct Piece {
@@ -33,7 +34,7 @@ struct Piece {
 struct Plan {
   const kv8_attend& attend;
   const int queries_per_kv;
-  const int block_tokens;
+  int block_tokens = 1;
   int splits_per_piece = 1;
   bool heads_together = false;
   int max_rows = 0;
@@ -41,8 +42,7 @@ struct Plan {
 
   explicit Plan(const kv8_attend& a)
       : attend(a),
-        queries_per_kv(a.num_heads / a.cache->num_kv_heads),
-        block_tokens(queries_per_kv >= kBlockRows ? 1 : kBlockRows / queries_per_kv) {}
+        queries_per_kv(a.num_heads / a.cache->num_kv_heads) {}
 
   int num_new(int64_t s) const { return attend.query_starts[s + 1] - attend.query_starts[s]; }
   int position(int64_t s, int token) const { return attend.context_lens[s] - num_new(s) + token; }
@@ -71,6 +71,9 @@ struct Plan {
   // block's heads lie side by side; where there is enough to do besides, one thread reads them all
   // tile by tile, so that memory is read in long runs.
   void fit(int num_threads) {
+    block_tokens = max(kBlockRows / queries_per_kv, 1);
+    if (num_blocks() < 8 * static_cast<int64_t>(num_threads))
+      block_tokens = max(kFewestBlockRows / queries_per_kv, 1);
     int64_t splits = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s)
       if (num_new(s) <= block_tokens) splits += attend.context_lens[s] / kSplit + 1;
@@ -78,6 +81,14 @@ struct Plan {
     if (!heads_together) splits *= attend.cache->num_kv_heads;
     const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
     splits_per_piece = even < 1 ? 1 : even > kMostSplits ? kMostSplits : static_cast<int>(even);
+  }
+
+  // Of all sequences and KV heads.
+  int64_t num_blocks() const {
+    int64_t blocks = 0;
+    for (int64_t s = 0; s < attend.num_sequences; ++s)
+      blocks += (num_new(s) + block_tokens - 1) / block_tokens;
+    return blocks * attend.cache->num_kv_heads;
   }
 
   int heads_of_pieces(int num_tokens) const {

@@ -21,6 +21,8 @@ namespace kv8::KV8_ISA {
 
 // Always inline: a compiler may think that a function which only prefetches does nothing.
 KV8_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+// The same, into the innermost cache.
+KV8_INLINE void prefetch_near(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 // Keep a vector in a register: compilers like to read it from memory again for each use, and loads
 // are what the inner loops have none of to spare.
@@ -94,8 +96,8 @@ struct EightBits {
 // change of m only ever multiplies by a power of two. Minus infinity gives 0.
 template <class Precision>
 KV8_INLINE F32 exp2_minus(F32 x, F32 m) {
-  const F32 whole = round_to_whole(x);
-  const F32 f = x - whole;
+  F32 whole;
+  const F32 f = fraction(x, whole);
   constexpr int kTerms = sizeof(Precision::kPolynomial) / sizeof(float);
   F32 p = splat(Precision::kPolynomial[0]);
   for (int i = 1; i < kTerms; ++i) p = fma(p, f, splat(Precision::kPolynomial[i]));

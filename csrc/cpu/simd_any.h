@@ -94,11 +94,32 @@ KV8_INLINE F32 round_to_whole(F32 x) {
   return select(small, (x + large) - large, x);
 }
 
+KV8_INLINE F32 fraction(F32 x, F32& whole) {
+  whole = round_to_whole(x);
+  return x - whole;
+}
+
 KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) {
     const U32 row = load_some(p[i], words);
     for (int j = 0; j < kLanes; ++j) r[j][i] = row[j];
   }
+}
+
+KV8_INLINE F32 row_maxima(const F32 (&rows)[kLanes]) {
+  F32 maxima;
+  for (int i = 0; i < kLanes; ++i) maxima[i] = reduce_max(rows[i]);
+  return maxima;
+}
+KV8_INLINE F32 ceiling(F32 x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = __builtin_ceilf(x[i]);
+  return x;
+}
+KV8_INLINE bool any_greater(F32 a, F32 b) {
+  const I32 greater = a > b;
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= greater[i];
+  return any != 0;
 }
 
 #if defined(__AVX2__)

@@ -18,6 +18,13 @@ KV8_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 KV8_INLINE float reduce_max(F32 x) { return _mm512_reduce_max_ps(x); }
 KV8_INLINE F32 round_to_whole(F32 x) { return _mm512_roundscale_ps(x, 8); }
 
+// What x has beyond the nearest whole number, and that number; infinite if x is.
+KV8_INLINE F32 fraction(F32 x, F32& whole) {
+  const F32 rest = _mm512_reduce_ps(x, 8);
+  whole = x - rest;
+  return rest;
+}
+
 // x * 2**e for whole numbers e; zero from 2**-100 down, so that nothing gets to be subnormal.
 KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
   const __mmask16 counts = _mm512_cmp_ps_mask(e, splat(-100.0f), _CMP_NLT_UQ);
@@ -78,6 +85,31 @@ KV8_INLINE void transpose(U32 (&r)[kLanes]) {
 KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
   for (int i = 0; i < 16; ++i) r[i] = load_some(p[i], words);
   transpose(r);
+}
+
+// The largest lane of each vector, in the vectors' order.
+KV8_INLINE F32 row_maxima(const F32 (&rows)[kLanes]) {
+  F32 quarters[4], eighths[2];
+  for (int i = 0; i < 4; ++i) {
+    F32 halves[2];
+    for (int j = 0; j < 2; ++j) {
+      const F32 a = rows[i + 8 * j], b = rows[i + 8 * j + 4];
+      halves[j] = max(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    quarters[i] = max(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                      _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const F32 a = quarters[2 * i], b = quarters[2 * i + 1];
+    eighths[i] = max(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+  }
+  return max(_mm512_shuffle_ps(eighths[0], eighths[1], 0x88),
+             _mm512_shuffle_ps(eighths[0], eighths[1], 0xdd));
+}
+
+KV8_INLINE F32 ceiling(F32 x) { return _mm512_roundscale_ps(x, 10); }
+KV8_INLINE bool any_greater(F32 a, F32 b) {
+  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
 }
 
 // Upper and lower bytes of the bfloat16 that each FP8 code without its sign stands for.
@@ -151,6 +183,13 @@ struct Widen<Float16> {
   }
 };
 
+// Sixteen bfloat16 codes to float32, and back from values that are rounded to them or will be.
+KV8_INLINE F32 widen_halves(const uint16_t* codes) {
+  return float_of(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
+      reinterpret_cast<const __m256i*>(codes))), 16));
+}
+KV8_INLINE void store_halves(uint16_t* codes, F32 x);
+
 // The bits of x; where it is NaN, those of the one that formats agree on, with its sign.
 KV8_INLINE U32 without_payload(F32 x) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
@@ -185,6 +224,12 @@ struct Round<BFloat16> {
                                      0xea);
   }
 };
+
+KV8_INLINE void store_halves(uint16_t* codes, F32 x) {
+  const F32 same[2] = {x, x};
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),
+                      _mm512_cvtepi32_epi16(Round<BFloat16>().words(same)));
+}
 
 template <>
 struct Round<Float16> {

@@ -72,8 +72,15 @@ struct kv8_gate {
   kv8_format dtype;
 };
 
-// One operation of a list: 0 linear, 1 norm, 2 rotary, 3 gate; 4 kv8_store, 5 kv8_attend, which
-// have counts of their own.
+// A product whose outputs are gate and up side by side, N = 2 I, and what comes of them. Whether
+// they are written to memory in between is left open: `both.out` must have room for them.
+struct kv8_gated {
+  kv8_linear both;
+  kv8_gate gate;
+};
+
+// One operation of a list: 0 linear, 1 norm, 2 rotary, 3 gate, 6 gated; 4 kv8_store, 5 kv8_attend,
+// which have counts of their own.
 struct kv8_operation {
   const void* arguments;
   int64_t kind;

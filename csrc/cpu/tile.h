@@ -34,11 +34,11 @@ struct Parts {
 struct Sums {
   float* values;   // [R, padded(D)], times 2**-maximum
   float* weights;  // [R, kLanes], likewise; their sum is the softmax's denominator
-  float* maxima;   // [R], whole numbers, kNoMaximum before the first key
+  float* maxima;   // [R] and a vector's more, whole numbers, kNoMaximum before the first key
 
   static int64_t floats(int rows, int head_dim) {
     return static_cast<int64_t>(padded_rows(rows)) * (padded(head_dim) + kLanes) +
-           round_up(rows, 16);
+           round_up(rows, 16) + 16;
   }
   Sums(float* memory, int rows, int head_dim)
       : values(memory),
@@ -47,7 +47,11 @@ struct Sums {
 
   void clear(int rows, int head_dim) const {
     const size_t count = static_cast<size_t>(padded_rows(rows));
-    std::memset(values, 0, count * (padded(head_dim) + kLanes) * sizeof(float));
+    std::memset(values, 0, count * padded(head_dim) * sizeof(float));
+    clear_weights(rows);
+  }
+  void clear_weights(int rows) const {
+    std::memset(weights, 0, static_cast<size_t>(padded_rows(rows)) * kLanes * sizeof(float));
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
   }
 };
@@ -70,6 +74,14 @@ inline void raise(const Sums& sums, int r, int head_dim, float maximum) {
     multiply(sums.weights + r * kLanes, kLanes, factor);
   }
   sums.maxima[r] = maximum;
+}
+
+// The same for rows first <= r < first + count whose maxima are larger.
+inline void raise_some(const Sums& sums, int first, int count, int head_dim, F32 vector) {
+  float maxima[kLanes];
+  store(maxima, vector);
+  for (int i = 0; i < count; ++i)
+    if (maxima[i] > sums.maxima[first + i]) raise(sums, first + i, head_dim, maxima[i]);
 }
 
 // Add the sums of a later split to those of all splits before it.
@@ -112,6 +124,14 @@ KV8_INLINE void with_rounding(Rounding rounding, Work&& work) {
 
 using TileOfWeights = F32[kTile / kLanes];  // of one row
 
+// A row's dot products over a tile times `multiplier`. Returns the largest.
+KV8_INLINE F32 times(const float* dots, float multiplier, TileOfWeights& x) {
+  for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(dots + i * kLanes) * splat(multiplier);
+  F32 largest = splat(kNoMaximum);
+  for (int i = 0; i < kTile / kLanes; ++i) largest = max(x[i], largest);
+  return largest;
+}
+
 // Turn a row's dot products over a tile into logits. Keys outside `visible` are hidden. Returns the
 // largest logits.
 KV8_INLINE F32 row_logits(const float* dots, float multiplier, const Logits& logits,
@@ -130,22 +150,16 @@ KV8_INLINE F32 row_logits(const float* dots, float multiplier, const Logits& log
   return largest;
 }
 
-// The largest of each row's lanes, rounded up; rows [count][kLanes], count <= kLanes.
-inline void row_maxima(const float* rows, int count, float* maxima) {
-  if (2 * count <= kLanes) {
-    for (int i = 0; i < count; ++i) maxima[i] = __builtin_ceilf(reduce_max(load(rows + i * kLanes)));
-    return;
-  }
+// The sums of the lanes of each row, in the order of lanes; of kLanes rows, or as many as there are.
+inline F32 row_sums(const float* rows, int count) {
   const uint8_t* from[kLanes];
   for (int i = 0; i < kLanes; ++i)
     from[i] = reinterpret_cast<const uint8_t*>(rows + min(i, count - 1) * kLanes);
-  U32 turned[kLanes];
-  load_transposed(from, kLanes, turned);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i)
-      turned[i] = bits_of(max(float_of(turned[i]), float_of(turned[i + half])));
-  store(maxima, float_of(turned[0]));
-  for (int i = 0; i < count; ++i) maxima[i] = __builtin_ceilf(maxima[i]);
+  U32 lanes[kLanes];
+  load_transposed(from, kLanes, lanes);
+  F32 sum = float_of(lanes[0]);
+  for (int i = 1; i < kLanes; ++i) sum = sum + float_of(lanes[i]);
+  return sum;
 }
 
 // To the nearest value of e4m3, ties to even, for 0 <= x <= 256.

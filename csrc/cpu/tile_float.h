@@ -172,6 +172,7 @@ class FloatProducts {
   void begin(int rows, bool single) {
     rows_ = rows, single_ = single, direct_ = single && rows <= kDirectRows;
   }
+  bool overwrites() const { return false; }
   void set_query(int r, const float* values) const {
     std::memcpy(queries_ + static_cast<int64_t>(r) * head_dim_, values,
                 static_cast<size_t>(head_dim_) * sizeof(float));
@@ -190,9 +191,11 @@ class FloatProducts {
     for (int i = 0; i < kTile / kLanes; ++i) store(weights_ + r * kTile + i * kLanes, x[i]);
   }
 
+  void prefetch_next(int, const float*) const {}
+
   // Add the weighted values of the tile; visible(r) tells which keys row r sees.
   template <class Visible>
-  void add_values(int start, int, const Visible& visible, float* all_sums) const {
+  void add_values(int start, int, const Visible& visible, float* all_sums, bool) const {
     float* sums = all_sums + static_cast<int64_t>(start) * padded(head_dim_);
     if (direct_) return weigh_direct<Code>(weights_, rows_, *tile_, *fetch_, head_dim_, sums);
     if (finite_ || single_)

@@ -55,6 +55,9 @@ class PairProducts {
     multiplier_.begin();
   }
 
+  // Whether the first tile's values replace the sums, rather than being added to them.
+  bool overwrites() const { return few_ == 0; }
+
   void set_query(int r, const float* values) const {
     write_query(r, [&](uint32_t* words) { order_.write_query(values, parts_.query, words); });
   }
@@ -98,16 +101,33 @@ class PairProducts {
       store_words(row + i * kLanes / 2, to_pairs(x[i], x[i + 1]));
   }
 
-  // Add the weighted values of the tile; visible(r) tells which keys row r sees.
+  // Into the innermost cache: the sums of row r, which are wanted soon, and a row of the next block's
+  // queries.
+  KV8_INLINE void prefetch_next(int r, const float* sums) const {
+    if (few_ > 0) return;
+    prefetch_row(sums + static_cast<int64_t>(r) * padded(head_dim_), 4 * padded(head_dim_));
+    prefetch_row(queries_ + static_cast<int64_t>(r + kBlockRows) * query_words_, 4 * query_words_);
+  }
+
+  // Add the weighted values of the tile; visible(r) tells which keys row r sees. With `fresh` they
+  // are the first of their sums, and replace what is there (`overwrites`).
   template <class Visible>
-  void add_values(int start, int count, const Visible& visible, float* sums) {
+  void add_values(int start, int count, const Visible& visible, float* sums, bool fresh) {
     float* block = sums + static_cast<int64_t>(start) * padded(head_dim_);
-    if (finite_) return multiply_values(parts_.weight, count, block);
+    fresh = fresh && overwrites();
+    if (finite_) return multiply_values(parts_.weight, count, block, !fresh);
+    if (fresh) std::memset(block, 0, sizeof(float) * static_cast<size_t>(count * padded(head_dim_)));
     for (int r = 0; r < count; ++r) add_visible_values(r, count, visible(start + r), block);
     pack_values(*tile_);  // for the next block
   }
 
  private:
+  static KV8_INLINE void prefetch_row(const void* row, int bytes) {
+    with_vectors(bytes, [&](auto vectors) KV8_INLINED {
+      for (int i = 0; i < (vectors > 0 ? 64 * vectors : bytes); i += 64)
+        prefetch_near(static_cast<const uint8_t*>(row) + i);
+    });
+  }
   // As a row of queries_, or where few rows are columns, as the words of a column.
   template <class Write>
   void write_query(int r, const Write& write) const {
@@ -157,14 +177,14 @@ class PairProducts {
     return largest;
   }
 
-  void multiply_values(int parts, int count, float* sums) const {
+  void multiply_values(int parts, int count, float* sums, bool add = true) const {
     const int groups = round_up(head_dim_, kGroup) / kLanes;
     if constexpr (FewRows<Code>::kThere)
       if (few_ > 0)
         return few_rows_.add_values(weights_, parts, parts_.weight, values_, groups, sums,
                                     padded(head_dim_), *fetch_);
     multiplier_.multiply(weights_, parts_.weight * kKeyPairs, parts, count, values_, groups,
-                         kKeyPairs, sums, padded(head_dim_), true);
+                         kKeyPairs, sums, padded(head_dim_), add);
   }
 
   // A value that is no finite number must not reach rows that do not see it, nor meet a part of a

@@ -11,105 +11,26 @@ from typing import Final
 
 import torch
 
-from kv8.kernels.cpu import (
-    FORMAT_NUMBERS,
-    AttendStruct,
-    CpuKernels,
-    StoreStruct,
-    check_result,
+from kv8.kernels.cpu import FORMAT_NUMBERS, CpuKernels, check_result
+from kv8.kernels.step_structs import (
+    KINDS,
+    GateStruct,
+    LinearStruct,
+    NormStruct,
+    Operation,
+    OperationStruct,
+    RotaryStruct,
 )
-
-
-class LinearStruct(ctypes.Structure):
-    """`kv8_linear`."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("residual_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("num_inputs", ctypes.c_int64),
-        ("num_outputs", ctypes.c_int64),
-        ("scratch", ctypes.c_void_p),
-        ("multiplier", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-    )
-
-
-class NormStruct(ctypes.Structure):
-    """`kv8_norm`."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("residual_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("epsilon", ctypes.c_float),
-        ("order", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-    )
-
-
-class RotaryStruct(ctypes.Structure):
-    """`kv8_rotary`."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("rotary", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("angle_dtype", ctypes.c_int32),
-    )
-
-
-class GateStruct(ctypes.Structure):
-    """`kv8_gate`."""
-
-    _fields_ = (
-        ("gate", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("in_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("function", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-    )
-
-
-class OperationStruct(ctypes.Structure):
-    """`kv8_operation`."""
-
-    _fields_ = (("arguments", ctypes.c_void_p), ("kind", ctypes.c_int64))
-
 
 # Without a matrix unit, products of more rows are torch's, which repacks the weight each time.
 # Where it gets to be faster was measured: between 64 and some hundreds, on any instruction set.
 MOST_ROWS: Final = 64
+# On one, torch's are faster for more rows than these if there are many inputs.
 MOST_ROWS_ON_UNIT: Final = 1024
-
-Operation = LinearStruct | NormStruct | RotaryStruct | GateStruct | StoreStruct | AttendStruct
-_KINDS: Final[dict[type, int]] = {
-    LinearStruct: 0,
-    NormStruct: 1,
-    RotaryStruct: 2,
-    GateStruct: 3,
-    StoreStruct: 4,
-    AttendStruct: 5,
-}
+_FEW_INPUTS: Final = 1536
+UNLIMITED: Final = 1 << 30
+# There, products of more rows need no scratch.
+MOST_SCRATCH_ROWS: Final = 192
 
 
 class OperationList:
@@ -125,7 +46,7 @@ class OperationList:
     def __init__(self, kernels: CpuKernels, operations: Sequence[Operation]) -> None:
         self.operations = tuple(operations)
         self._list = (OperationStruct * len(operations))(
-            *(OperationStruct(ctypes.addressof(o), _KINDS[type(o)]) for o in operations)
+            *(OperationStruct(ctypes.addressof(o), KINDS[type(o)]) for o in operations)
         )
         self._count = len(operations)
         self._address = ctypes.addressof(self._list)
@@ -179,7 +100,9 @@ def most_rows(kernels: CpuKernels, weight: torch.Tensor) -> int:
         and num_outputs % 16 == 0
         and num_inputs % 32 == 0
     )
-    return MOST_ROWS_ON_UNIT if on_unit else MOST_ROWS
+    if not on_unit:
+        return MOST_ROWS
+    return UNLIMITED if num_inputs <= _FEW_INPUTS else MOST_ROWS_ON_UNIT
 
 
 def linear_struct(
@@ -199,7 +122,8 @@ def linear_struct(
         bias: [O] or `None`.
         x: [T, I].
         out: [T, O].
-        scratch: float32, at least `scratch_size` values.
+        scratch: float32, at least `scratch_size` values; on a matrix unit those of
+            `MOST_SCRATCH_ROWS` rows suffice for more.
         residual: [T, O] or `None`; may be ``out``.
         multiplier: of the product, where there is a residual.
     """

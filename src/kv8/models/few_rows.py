@@ -6,15 +6,8 @@ import torch
 
 from kv8.attention.cpu import NativeAttention
 from kv8.kernels.cpu import FORMAT_NUMBERS
-from kv8.kernels.step import (
-    LinearStruct,
-    NormStruct,
-    Operation,
-    OperationList,
-    RotaryStruct,
-    gate_struct,
-    linear_struct,
-)
+from kv8.kernels.step import OperationList, gate_struct, linear_struct
+from kv8.kernels.step_structs import LinearStruct, NormStruct, Operation, RotaryStruct
 from kv8.models.decoder_parts import Norm
 from kv8.models.interface import LayerBinding
 from kv8.models.layer_operations import LayerOperations

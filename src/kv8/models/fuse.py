@@ -19,7 +19,7 @@ from torch import nn
 from kv8.attention.backend import AttentionCall
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
-from kv8.kernels.step import MOST_ROWS_ON_UNIT
+from kv8.kernels.step import UNLIMITED
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
@@ -64,7 +64,7 @@ class Fusion:
     """
 
     def __init__(self) -> None:
-        self.most_native = MOST_ROWS_ON_UNIT
+        self.most_native = UNLIMITED
         self._forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._on = False
 

@@ -2,18 +2,20 @@
 
 Few rows (decoding) take two native calls a layer (`kv8.models.few_rows`), or one for all layers of
 a chain (`kv8.models.layer_chain`). Many rows (prefill) go block by block through native operations,
-with products of merged weights on the matrix unit or by torch (`kv8.models.many_rows`).
+with products of merged weights on the matrix unit (`kv8.models.unit_rows`) or by torch
+(`kv8.models.many_rows`).
 """
 
 from typing import Any
 
 import torch
 
-from kv8.kernels.step import MOST_ROWS
+from kv8.kernels.step import MOST_ROWS, most_rows
 from kv8.models.few_rows import FewRows
 from kv8.models.layer_chain import LayerChain
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.many_rows import ManyRows
+from kv8.models.unit_rows import UnitRows
 from kv8.models.workspace import Workspace
 
 
@@ -32,8 +34,9 @@ class FusedLayer:
     def __init__(self, layer: LayerOperations, workspace: Workspace) -> None:
         self._layer = layer
         self.few = FewRows(layer, workspace)
-        self._many = ManyRows(layer, workspace)
-        self.most_native = self._many.most_native
+        self._unit, self._many = UnitRows(layer, workspace), ManyRows(layer, workspace)
+        merged = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        self.most_native = min(most_rows(layer.kernels, m.weight) for m in merged if m is not None)
         self._link: tuple[LayerChain, int] | None = None
 
     def join(self, chain: LayerChain, index: int) -> None:
@@ -55,5 +58,9 @@ class FusedLayer:
             if output is not None:
                 return output
         x = hidden_states[0].contiguous()
-        run = self.few.run if x.shape[0] <= MOST_ROWS else self._many.run
-        return run(x, cos_sin).unsqueeze(0)
+        return self._path(len(x)).run(x, cos_sin).unsqueeze(0)
+
+    def _path(self, num_rows: int) -> FewRows | UnitRows | ManyRows:
+        if num_rows <= MOST_ROWS:
+            return self.few
+        return self._unit if num_rows <= self.most_native else self._many

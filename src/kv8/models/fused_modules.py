@@ -6,6 +6,7 @@ from torch import nn
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import (
     MOST_ROWS,
+    MOST_SCRATCH_ROWS,
     linear_struct,
     most_rows,
     norm_struct,
@@ -40,7 +41,7 @@ class FusedLinear:
         if num_rows > self.most_native:
             torch_product(rows, weight, bias, out)
             return out.view(*x.shape[:-1], -1)
-        most = MOST_ROWS if num_rows <= MOST_ROWS else self.most_native
+        most = MOST_ROWS if num_rows <= MOST_ROWS else MOST_SCRATCH_ROWS
         scratch = self._workspace.scratch(rows.shape[1], most)
         operation = linear_struct(weight, bias, rows, out, scratch)
         run_one(self._kernels, operation, num_rows)

@@ -16,7 +16,8 @@ from kv8.attention.layer import LayerAttention
 from kv8.errors import EngineError, KV8Error
 from kv8.formats.base import FORMATS
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import MOST_ROWS, Operation, OperationList
+from kv8.kernels.step import MOST_ROWS, OperationList
+from kv8.kernels.step_structs import Operation
 from kv8.models.few_rows import FewRows
 from kv8.models.hook import HookedModel
 from kv8.models.interface import open_step

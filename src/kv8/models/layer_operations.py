@@ -7,7 +7,8 @@ import torch
 
 from kv8.attention.backend import AttentionCall
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import NormStruct, RotaryStruct, norm_struct, rotary_struct
+from kv8.kernels.step import norm_struct, rotary_struct
+from kv8.kernels.step_structs import NormStruct, RotaryStruct
 from kv8.models.decoder_parts import DecoderParts, Norm
 from kv8.models.interface import LayerBinding, store_and_attend
 from kv8.models.merged_weights import Merged

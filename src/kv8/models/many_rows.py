@@ -1,7 +1,8 @@
-"""A decoder layer over many rows, as in prefill: native operations, torch's products if faster.
+"""A decoder layer over many rows, as in prefill, where torch's products are the faster ones.
 
 What is not attention goes through the layer block by block, in memory that all layers use again
-and again: it stays in the CPU's cache, and the system need not hand out fresh pages for it.
+and again, so that the system need not hand out fresh pages for it. torch repacks a weight with each
+product: blocks are large enough to make that up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,21 +10,13 @@ from typing import Final
 
 import torch
 
-from kv8.kernels.step import (
-    gate_struct,
-    linear_struct,
-    most_rows,
-    run_one,
-)
+from kv8.kernels.step import gate_struct, run_one
 from kv8.models.decoder_parts import Norm
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.merged_weights import Merged
 from kv8.models.workspace import Workspace
 
-# Rows that go through a layer together. On a matrix unit: as many as the cache holds beside what is
-# computed from them. For torch, which repacks a weight with each product: enough to make that up.
-_UNIT_ROWS: Final = 512
-_TORCH_ROWS: Final = 2048
+_BLOCK_ROWS: Final = 2048  # that go through a layer together
 
 
 class ManyRows:
@@ -32,17 +25,11 @@ class ManyRows:
     Args:
         layer: its parts.
         space: shared with the model's other layers.
-
-    Attributes:
-        most_native: rows up to which the products are native ones.
     """
 
     def __init__(self, layer: LayerOperations, space: Workspace) -> None:
         self._layer, self._space = layer, space
         self._hidden = layer.output.weight.shape[0]
-        merged = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        self.most_native = min(most_rows(layer.kernels, m.weight) for m in merged if m is not None)
-        self._native = False  # whether the rows at hand are multiplied on it
 
     def run(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output [T, C] for ``x`` [T, C], contiguous.
@@ -50,7 +37,6 @@ class ManyRows:
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer = self._layer
-        self._native = len(x) <= self.most_native
         qkv = self._space.many_rows("qkv", len(x), layer.qkv.weight.shape[0])
         angles = None if cos_sin is None else self._space.angles(cos_sin)
         for rows in self._blocks(len(x)):
@@ -66,7 +52,7 @@ class ManyRows:
     ) -> None:
         """Write queries and keys, normed and rotated, and values."""
         layer, parts = self._layer, self._layer.parts
-        self._multiply(layer.qkv, self._norm(parts.before_attention, x), qkv)
+        layer.qkv.multiply(self._norm(parts.before_attention, x), qkv)
         q, k, _ = layer.split(qkv)
         for norm, side in ((parts.q_norm, q), (parts.k_norm, k)):
             if norm is not None:
@@ -82,9 +68,9 @@ class ManyRows:
         if layer.gate_up is None or layer.down is None:
             return self._join(layer.other_mlp(normed), out, parts.after_mlp, out)
         both = self._rows("gate and up", len(x), layer.gate_up.weight.shape[0])
-        self._multiply(layer.gate_up, normed, both)
         gate, up = both.chunk(2, dim=1)
         inner = self._rows("inner", len(x), gate.shape[1])
+        layer.gate_up.multiply(normed, both)
         run_one(layer.kernels, gate_struct(gate, up, inner, function=parts.activation), len(x))
         return self._add(layer.down, inner, out, parts.after_mlp, out)
 
@@ -97,10 +83,8 @@ class ManyRows:
         out: torch.Tensor,
     ) -> None:
         """Write the residual plus the product, normed and multiplied as the layer does."""
-        if self._native and norm is None:
-            return self._multiply(merged, x, out, residual)
         product = self._rows("product", len(x), self._hidden)
-        self._multiply(merged, x, product)
+        merged.multiply(x, product)
         return self._join(product, residual, norm, out)
 
     def _join(
@@ -110,28 +94,6 @@ class ManyRows:
         if self._layer.parts.multiplier != 1.0:
             x = x * self._layer.parts.multiplier
         torch.add(residual, x, out=out)
-
-    def _multiply(
-        self,
-        merged: Merged,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> None:
-        """Write the product; with a residual, which only native products take, the sum."""
-        if not self._native:
-            assert residual is None
-            return merged.multiply(x, out)
-        operation = linear_struct(
-            merged.weight,
-            merged.bias,
-            x,
-            out,
-            self._space.scratch(merged.weight.shape[1], _UNIT_ROWS),
-            residual=residual,
-            multiplier=self._layer.parts.multiplier,
-        )
-        return run_one(self._layer.kernels, operation, len(x))
 
     def _norm(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
         if norm is None:
@@ -145,6 +107,5 @@ class ManyRows:
         return self._space.many_rows(name, num_rows, width)
 
     def _blocks(self, num_rows: int) -> Iterator[slice]:
-        most = _UNIT_ROWS if self._native else _TORCH_ROWS
-        for start in range(0, num_rows, most):
-            yield slice(start, min(start + most, num_rows))
+        for start in range(0, num_rows, _BLOCK_ROWS):
+            yield slice(start, min(start + _BLOCK_ROWS, num_rows))

@@ -5,10 +5,11 @@ All sums are of small whole numbers, hence exact in whatever order a build adds 
 
 import pytest
 import torch
-from tests.native_operations import DTYPES, assert_same, draw, multiply, run, unusual
+from tests.native_operations import DTYPES, assert_same, draw, framed, multiply, run, unusual
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import linear_struct, scratch_size
+from kv8.kernels.step import gate_struct, linear_struct, scratch_size
+from kv8.kernels.step_structs import GatedStruct
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -102,3 +103,32 @@ def test_the_residual_may_be_the_output(kernels: CpuKernels, num_rows: int) -> N
     scratch = torch.empty(scratch_size(num_rows, 64))
     run(kernels, linear_struct(weight, None, x, residual, scratch, residual=residual), num_rows)
     assert_same(residual, expected)
+
+
+@pytest.mark.parametrize("function", range(2))
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gating_at_once_is_gating_afterwards(
+    kernels: CpuKernels, dtype: torch.dtype, with_bias: bool, function: int
+) -> None:
+    some = unusual(dtype)
+    # A block of outputs, several with one left over, none whole; more inputs than go at once.
+    for size, inputs in ((80, 64), (24, 32), (32, 1216)):
+        weight = whole_numbers(2 * size, inputs, dtype=dtype, seed=1)
+        bias = draw(2 * size, dtype=dtype, seed=2) * 20
+        bias[-len(some) :], bias[: len(some)] = some, some.flip(0)
+        for num_rows in (1, 192, 203, 530):
+            x = whole_numbers(num_rows, inputs, dtype=dtype, seed=num_rows)
+            x[-1, 5] = torch.inf
+            both = multiply(kernels, x, weight, bias if with_bias else None)
+            expected = torch.empty(num_rows, size, dtype=dtype)
+            gate, up = both.chunk(2, dim=1)
+            run(kernels, gate_struct(gate, up, expected, function=function), num_rows)
+            scratch = torch.empty(scratch_size(num_rows, inputs))
+            product = linear_struct(weight, bias if with_bias else None, x, both, scratch)
+            for threads in (1, 2):
+                with framed(num_rows, size, dtype) as out:
+                    both.fill_(torch.nan)
+                    gating = gate_struct(gate, up, out, function=function)
+                    run(kernels, GatedStruct(product, gating), num_rows, threads=threads)
+                    assert_same(out, expected)
