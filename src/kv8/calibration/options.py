@@ -45,8 +45,8 @@ class CalibrationOptions:
     data: str | Path = _option(
         "",
         'Text to calibrate on: a .txt file; a .jsonl file (lines with "text" or "messages"); a '
-        "folder or hub id of a dataset (org/name or org/name:config:split; needs kv8[datasets]); "
-        "random (random tokens); or self (text the model writes).",
+        "folder or hub id of a dataset (folder:split, org/name or org/name:config:split; needs "
+        "kv8[datasets]); random (random tokens); or self (text the model writes).",
     )
     strategy: Strategy = _option(
         "tensor", "One scale for a layer's keys and one for its values (tensor), or one a head."

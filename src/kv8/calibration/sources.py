@@ -107,6 +107,10 @@ def _read(name: str, tokenizer: Any, joints: Joints) -> tuple[Iterable[Sequence[
     suffix = path.suffix.lower()
     if path.is_dir():
         return read_folder(path, tokenizer, joints), f"dataset in {path}"
+    folder, _, split = name.partition(":")
+    if split and Path(folder).expanduser().is_dir():
+        rows = read_folder(Path(folder).expanduser(), tokenizer, joints, split)
+        return rows, f"dataset in {folder}, split {split}"
     if path.exists():
         if suffix not in _READERS:
             raise RequestError(

@@ -1,5 +1,6 @@
 """Calibration text through Hugging Face's ``datasets`` library, which is an optional extra."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -21,12 +22,24 @@ def is_dataset_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def read_folder(path: Path, tokenizer: Any, joints: Joints) -> Iterator[Sequence[int]]:
+def read_folder(
+    path: Path, tokenizer: Any, joints: Joints, split: str = ""
+) -> Iterator[Sequence[int]]:
     """Yield the tokens of the rows of a folder of data files, or of one ``save_to_disk`` wrote.
 
+    Args:
+        path: the folder.
+        tokenizer: the model's.
+        joints: the model's begin and end tokens.
+        split: which split; ``train``, or the only one there is, unless named.
+
     Raises:
-        RequestError: it holds no data, cannot be read, or ``datasets`` is not installed.
+        RequestError: it holds no data, has no such split, cannot be read, or ``datasets`` is not
+            installed.
     """
+    path = path.resolve()  # the library takes no "."
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise RequestError(f"{path} cannot be read: permission denied.")
     if not any(_is_data(file) for file in path.rglob("*")):
         raise RequestError(
             f"{path} is a folder without data: no file in it ends in {', '.join(_DATA_SUFFIXES)}. "
@@ -38,9 +51,11 @@ def read_folder(path: Path, tokenizer: Any, joints: Joints) -> Iterator[Sequence
             found = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(str(path), streaming=True)
+    except IndexError as error:  # what it makes of a saved dataset of no rows
+        raise RequestError(f"{path} holds a dataset without rows.") from error
     except Exception as error:
         raise RequestError(f"{path} cannot be read as a dataset: {_reason(error)}.") from error
-    return _rows(found, str(path), "", tokenizer, joints)
+    return _rows(found, str(path), split, tokenizer, joints, example=f"{path}:SPLIT")
 
 
 def read_dataset(name: str, tokenizer: Any, joints: Joints) -> Iterator[Sequence[int]]:
@@ -74,7 +89,7 @@ def read_dataset(name: str, tokenizer: Any, joints: Joints) -> Iterator[Sequence
             f"{name} cannot be read as a dataset: {_reason(error)}. A configuration and a split "
             f"are named as {hub_id}:CONFIG:SPLIT."
         ) from error
-    return _rows(found, name, split, tokenizer, joints)
+    return _rows(found, name, split, tokenizer, joints, example=f"{hub_id}:CONFIG:SPLIT")
 
 
 def _is_data(file: Path) -> bool:
@@ -96,9 +111,13 @@ def _library(what: str) -> Any:
 
 
 def _rows(
-    found: Any, name: str, split: str, tokenizer: Any, joints: Joints
+    found: Any, name: str, split: str, tokenizer: Any, joints: Joints, *, example: str
 ) -> Iterator[Sequence[int]]:
-    rows = _choose_split(found, name, split) if isinstance(found, Mapping) else found
+    rows = found
+    if isinstance(found, Mapping):
+        rows = _choose_split(found, name, split, example)
+    elif split:
+        raise RequestError(f"{name} has no splits, so none can be called {split!r}; leave it out.")
     columns = rows.column_names
     if columns is not None and not set(FIELDS) & set(columns):
         raise RequestError(
@@ -108,12 +127,12 @@ def _rows(
     return _tokens(rows, name, tokenizer, joints)
 
 
-def _choose_split(found: Mapping[str, Any], name: str, split: str) -> Any:
+def _choose_split(found: Mapping[str, Any], name: str, split: str, example: str) -> Any:
     chosen = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
     if chosen not in found:
         raise RequestError(
             f"{name} has no split {chosen!r}; it has {', '.join(map(str, found)) or 'none'}. Name "
-            f"one, as org/name:config:split."
+            f"one, as {example}."
         )
     return found[chosen]
 

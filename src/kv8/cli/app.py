@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Terminated:
         print("kv8: terminated", file=sys.stderr)  # noqa: T201
         return TERMINATED
+    except PermissionError as error:
+        where = error.filename or "A file"
+        return _fail(argv, f"{where}: permission denied. This user may not read or write it.", 2)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of stdout has gone; nothing is left to say
         return 1

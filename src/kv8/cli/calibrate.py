@@ -10,6 +10,7 @@ import typer
 from kv8.calibration.options import CALIBRATION_FIELDS, ENGINE_OPTIONS
 from kv8.cli.options_view import ModelArgument, calibration_flags, engine_flags, with_flags
 from kv8.cli.output import note, output_flags, say, say_json, start_logging
+from kv8.errors import RequestError
 
 if TYPE_CHECKING:
     from kv8.calibration.calibrate import Calibration
@@ -26,7 +27,7 @@ _HELP = {name: field.metadata["help"] for name, field in CALIBRATION_FIELDS.item
 )
 def calibrate(
     model: ModelArgument,
-    data: Annotated[str, typer.Option("--data", metavar="SOURCE", help=_HELP["data"])],
+    data: Annotated[list[str], typer.Option("--data", metavar="SOURCE", help=_HELP["data"])],
     folder: Annotated[str, typer.Option("--output", metavar="DIR", help=_HELP["output"])],
     *,
     calibration: dict[str, Any],
@@ -48,10 +49,15 @@ def calibrate(
     ctrl-C or SIGTERM.
     """
     start_logging(output)
+    if len(data) != 1:
+        raise RequestError(
+            f"--data was given {len(data)} times: {', '.join(data)}. Give one source: files in a "
+            f"folder are one (with kv8[datasets]), and so are texts written one after another."
+        )
     from kv8.calibration.calibrate import calibrate
 
     result = calibrate(
-        model, data, output=folder, use_tqdm=sys.stderr.isatty(), **calibration, **engine
+        model, data[0], output=folder, use_tqdm=sys.stderr.isatty(), **calibration, **engine
     )
     if output["json"]:
         say_json({**result.report.as_dict(), "files": [str(file) for file in result.files]})

@@ -319,6 +319,17 @@ def test_a_folder_that_was_saved_to_disk(splits, datasets, tokenizer, tmp_path):
     assert _stream(_load(tmp_path / "saved", tokenizer)) == expected
 
 
+def test_a_split_of_a_folder_is_named_behind_it(datasets, tokenizer, tmp_path, monkeypatch):
+    rows = [datasets.Dataset.from_list([row]) for row in ({"text": "one"}, {"text": TEXT})]
+    datasets.DatasetDict({"one": rows[0], "two": rows[1]}).save_to_disk(tmp_path / "saved")
+    expected = _stream(_load(_write(tmp_path / "a.txt", TEXT), tokenizer))
+    assert _stream(_load(f"{tmp_path / 'saved'}:two", tokenizer)) == expected
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    monkeypatch.chdir(tmp_path / "files")
+    assert _stream(_load(".", tokenizer)) == expected
+
+
 def test_a_dataset_s_faults_are_named(datasets, tokenizer, tmp_path):
     def save(name: str, rows: Any) -> Path:
         rows.save_to_disk(tmp_path / name)
@@ -328,8 +339,15 @@ def test_a_dataset_s_faults_are_named(datasets, tokenizer, tmp_path):
     with pytest.raises(RequestError, match=r"has the columns number; .* messages or text"):
         _load(save("a", numbers), tokenizer)
     two = datasets.DatasetDict({"one": numbers, "two": numbers})
-    with pytest.raises(RequestError, match="no split 'train'; it has one, two"):
+    with pytest.raises(RequestError, match=r"no split 'train'; it has one, two\. .*b:SPLIT"):
         _load(save("b", two), tokenizer)
+    with pytest.raises(RequestError, match="no split 'three'; it has one, two"):
+        _load(f"{tmp_path / 'b'}:three", tokenizer)
+    with pytest.raises(RequestError, match="no splits, so none can be called 'one'"):
+        _load(f"{tmp_path / 'a'}:one", tokenizer)
+    none = datasets.Dataset.from_dict({"text": []})
+    with pytest.raises(RequestError, match="without rows"):
+        _load(save("no rows", none), tokenizer)
     empty = datasets.Dataset.from_list([*ROWS, {"text": None}])
     with pytest.raises(RequestError, match='row 3: "text" is null'):
         _load(save("c", empty), tokenizer)

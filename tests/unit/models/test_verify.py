@@ -38,6 +38,12 @@ def with_layer(number: int, **changes: Any) -> Callable[[ModelGeometry], ModelGe
     return change
 
 
+def test_a_layer_that_adds_nothing_is_served() -> None:
+    model = build()
+    torch.nn.init.zeros_(model.module.model.layers[2].self_attn.v_proj.weight)
+    verify_model(model)
+
+
 def test_tokens_that_mix_outside_of_attention() -> None:
     """A convolution over the packed tokens, as Mamba and short-conv layers have."""
     model = build()
