@@ -1,6 +1,7 @@
 """Has transformers put a checkpoint's tensors into its own class; every tensor is accounted for."""
 
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from kv8.scales.tensors import tensor_names, weight_files
 # Buffers that older versions of transformers saved and every version computes anew.
 _RECOMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|position_ids)$")
 _MOST_NAMES = 5
+# transformers replaces functions of its own while it builds a model, and puts back what it found: of
+# two threads that do so at once, one puts back what the other had put in its place.
+_BUILDING = threading.Lock()
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, Path]:
@@ -62,7 +66,7 @@ def build_model(
     if attributes:
         built = type(built.__name__, (built,), {"__module__": built.__module__, **attributes})
     text = text_config(config)
-    with _quiet():
+    with _BUILDING, _quiet():
         model, info = built.from_pretrained(
             folder if tensors is None else None,
             config=text if built.config_class is type(text) else config,

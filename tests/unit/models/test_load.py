@@ -117,7 +117,7 @@ def test_weights_are_read_straight_to_a_gpu(
 ) -> None:
     """Where accelerate is installed; without it a warning says what that would save."""
     noting, folder = ModelClass(), tiny_model("llama")
-    monkeypatch.setattr("kv8.models.load.model_class", lambda _: noting)
+    monkeypatch.setattr("kv8.models.build.model_class", lambda _: noting)
     found = importlib.machinery.ModuleSpec("accelerate", None) if accelerate else None
     monkeypatch.setattr("kv8.models.load.importlib.util.find_spec", lambda _: found)
     config = load_config(folder)
