@@ -20,8 +20,8 @@ from kv8.scales.tensors import tensor_names, weight_files
 # Buffers that older versions of transformers saved and every version computes anew.
 _RECOMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|position_ids)$")
 _MOST_NAMES = 5
-# transformers replaces functions of its own while it builds a model, and puts back what it found: of
-# two threads that do so at once, one puts back what the other had put in its place.
+# transformers replaces functions of its own while it builds a model, and puts back what it found:
+# of two threads that do so at once, one puts back what the other had put in its place.
 _BUILDING = threading.Lock()
 
 

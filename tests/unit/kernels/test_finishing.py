@@ -106,29 +106,30 @@ def test_the_residual_may_be_the_output(kernels: CpuKernels, num_rows: int) -> N
 
 
 @pytest.mark.parametrize("function", range(2))
-@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gating_at_once_is_gating_afterwards(
-    kernels: CpuKernels, dtype: torch.dtype, with_bias: bool, function: int
+    kernels: CpuKernels, dtype: torch.dtype, function: int
 ) -> None:
     some = unusual(dtype)
-    # A block of outputs, several with one left over, none whole; more inputs than go at once.
-    for size, inputs in ((80, 64), (24, 32), (32, 1216)):
+    # Several blocks of outputs with one left over, none whole; more inputs than go at once.
+    for size, inputs, num_rows in ((80, 64, 1), (80, 64, 203), (24, 32, 192), (32, 1216, 530)):
+        if inputs > 1000 and dtype is not torch.bfloat16:
+            continue
         weight = whole_numbers(2 * size, inputs, dtype=dtype, seed=1)
-        bias = draw(2 * size, dtype=dtype, seed=2) * 20
-        bias[-len(some) :], bias[: len(some)] = some, some.flip(0)
-        for num_rows in (1, 192, 203, 530):
-            x = whole_numbers(num_rows, inputs, dtype=dtype, seed=num_rows)
-            x[-1, 5] = torch.inf
-            both = multiply(kernels, x, weight, bias if with_bias else None)
-            expected = torch.empty(num_rows, size, dtype=dtype)
-            gate, up = both.chunk(2, dim=1)
-            run(kernels, gate_struct(gate, up, expected, function=function), num_rows)
-            scratch = torch.empty(scratch_size(num_rows, inputs))
-            product = linear_struct(weight, bias if with_bias else None, x, both, scratch)
-            for threads in (1, 2):
-                with framed(num_rows, size, dtype) as out:
-                    both.fill_(torch.nan)
-                    gating = gate_struct(gate, up, out, function=function)
-                    run(kernels, GatedStruct(product, gating), num_rows, threads=threads)
-                    assert_same(out, expected)
+        bias = None if num_rows == 192 else draw(2 * size, dtype=dtype, seed=2) * 20
+        if bias is not None:
+            bias[-len(some) :], bias[: len(some)] = some, some.flip(0)
+        x = whole_numbers(num_rows, inputs, dtype=dtype, seed=num_rows)
+        x[-1, 5] = torch.inf
+        both = multiply(kernels, x, weight, bias)
+        expected = torch.empty(num_rows, size, dtype=dtype)
+        gate, up = both.chunk(2, dim=1)
+        run(kernels, gate_struct(gate, up, expected, function=function), num_rows)
+        scratch = torch.empty(scratch_size(num_rows, inputs))
+        product = linear_struct(weight, bias, x, both, scratch)
+        for threads in (1, 2):
+            with framed(num_rows, size, dtype) as out:
+                both.fill_(torch.nan)
+                gating = gate_struct(gate, up, out, function=function)
+                run(kernels, GatedStruct(product, gating), num_rows, threads=threads)
+                assert_same(out, expected)
