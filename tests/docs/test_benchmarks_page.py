@@ -79,5 +79,19 @@ def test_the_readme_is_current(update_golden: bool) -> None:
 
 
 def test_only_known_results_are_kept() -> None:
-    known = {f"{name}.json" for name in (*NAMES, "calibration")}  # that has a page of its own
+    # Calibration has a page of its own; what serving costs stands in docs/server.md.
+    known = {f"{name}.json" for name in (*NAMES, "calibration", "serve_load")}
     assert {path.name for path in RESULTS.glob("*")} <= known
+
+
+def test_the_load_on_the_server_is_the_measured_one() -> None:
+    figures = json.loads((RESULTS / "serve_load.json").read_text())["figures"]
+    assert figures["errors"] == figures["refused"] == figures["blocks_used_at_the_end"] == 0
+    page = " ".join((ROOT / "docs" / "server.md").read_text().split())
+    for part in (
+        f"does {figures['serve_over_generate']:.2f} of the tokens a second",
+        f"takes {figures['time_to_first_token_p50_seconds']:.1f} s in the median and "
+        f"{figures['time_to_first_token_p99_seconds']:.1f} s in the 99th",
+        f"memory grows by {figures['memory_growth_bytes'] / 1e6:.1f} MB",
+    ):
+        assert part in page
