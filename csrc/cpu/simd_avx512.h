@@ -183,13 +183,6 @@ struct Widen<Float16> {
   }
 };
 
-// Sixteen bfloat16 codes to float32, and back from values that are rounded to them or will be.
-KV8_INLINE F32 widen_halves(const uint16_t* codes) {
-  return float_of(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
-      reinterpret_cast<const __m256i*>(codes))), 16));
-}
-KV8_INLINE void store_halves(uint16_t* codes, F32 x);
-
 // The bits of x; where it is NaN, those of the one that formats agree on, with its sign.
 KV8_INLINE U32 without_payload(F32 x) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
@@ -225,6 +218,11 @@ struct Round<BFloat16> {
   }
 };
 
+// Sixteen bfloat16 codes side by side to float32, and back, rounded.
+KV8_INLINE F32 widen_halves(const uint16_t* codes) {
+  return float_of(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
+      reinterpret_cast<const __m256i*>(codes))), 16));
+}
 KV8_INLINE void store_halves(uint16_t* codes, F32 x) {
   const F32 same[2] = {x, x};
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),

@@ -29,7 +29,7 @@ MOST_ROWS: Final = 64
 MOST_ROWS_ON_UNIT: Final = 1024
 _FEW_INPUTS: Final = 1536
 UNLIMITED: Final = 1 << 30
-# There, products of more rows need no scratch.
+# There, products of so many rows or more need no scratch: kManyRows of csrc/cpu/linear_amx.h.
 MOST_SCRATCH_ROWS: Final = 192
 
 

@@ -91,14 +91,8 @@ class FewRows:
         return self._layer.binding
 
     def _with_other_mlp(self, num_rows: int) -> torch.Tensor:
-        parts = self._layer.parts
-        normed = self._normed if parts.before_mlp is not None else self._middle
-        added = self._layer.other_mlp(normed[:num_rows].clone()).contiguous()
-        if parts.after_mlp is not None:
-            added = parts.after_mlp.module(added)
-        if parts.multiplier != 1.0:
-            added = added * parts.multiplier
-        return self._middle[:num_rows] + added
+        normed = self._normed if self._layer.parts.before_mlp is not None else self._middle
+        return self._layer.add_other_mlp(self._middle[:num_rows], normed[:num_rows].clone())
 
     def _heads(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         views = self._views.get(num_rows)

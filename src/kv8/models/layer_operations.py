@@ -94,6 +94,15 @@ class LayerOperations:
         """Store k and v, attend with q (shapes as `heads` gives them); return [T, H * D]."""
         return store_and_attend(self.binding, q, k, v, self.call).flatten(1)
 
+    def add_other_mlp(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return ``residual`` [T, C] plus what the layer adds of `other_mlp` of ``x``."""
+        added = self.other_mlp(x).contiguous()
+        if self.parts.after_mlp is not None:
+            added = self.parts.after_mlp.module(added)
+        if self.parts.multiplier != 1.0:
+            added = added * self.parts.multiplier
+        return residual + added
+
     def other_mlp(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the layer's own MLP makes of normed rows [T, C]."""
         output: torch.Tensor = self.parts.mlp(x.unsqueeze(0))

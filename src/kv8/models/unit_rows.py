@@ -47,10 +47,13 @@ class UnitRows:
         if layer.gate_up is not None and layer.down is not None:
             self._describe_after(x, mixed, out).run(len(x))
             return out
-        joined = _Blocks(layer, self._space)
+        joined, normed = _Blocks(layer, self._space), out
         self._add(joined, layer.output, mixed, x, layer.parts.after_attention, out)
+        if layer.parts.before_mlp is not None:
+            normed = torch.empty_like(x)
+            joined.append(layer.norm(layer.parts.before_mlp, out, normed), x=out, out=normed)
         joined.run(len(x))
-        return self._with_other_mlp(out)
+        return layer.add_other_mlp(out, normed)
 
     def _describe_before(
         self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None, qkv: torch.Tensor
@@ -116,18 +119,6 @@ class UnitRows:
     def _product(self, merged: Merged, x: torch.Tensor, out: torch.Tensor) -> LinearStruct:
         scratch = self._space.scratch(merged.weight.shape[1], MOST_SCRATCH_ROWS)
         return linear_struct(merged.weight, merged.bias, x, out, scratch)
-
-    def _with_other_mlp(self, x: torch.Tensor) -> torch.Tensor:
-        layer, parts = self._layer, self._layer.parts
-        normed = torch.empty_like(x)
-        blocks = _Blocks(layer, self._space)
-        if parts.before_mlp is not None:
-            blocks.append(layer.norm(parts.before_mlp, x, normed), x=x, out=normed)
-            blocks.run(len(x))
-        added = layer.other_mlp(x if parts.before_mlp is None else normed)
-        if parts.after_mlp is not None:
-            added = parts.after_mlp.module(added)
-        return x + (added if parts.multiplier == 1.0 else added * parts.multiplier)
 
 
 class _Blocks:
