@@ -37,6 +37,7 @@ def served(app: Any) -> Iterator[str]:
     """Serve a web application on a port of this machine; gives its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # now, or whoever connects before uvicorn has begun is refused
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
