@@ -15,7 +15,9 @@ class Fetch {
   static constexpr int kSteps = 64;  // while a head's tile is computed with
 
   Fetch(const kv8_cache& cache, int row_bytes)
-      : cache_(cache), row_bytes_(row_bytes), lines_((row_bytes + kSteps / 2 - 1) / (kSteps / 2)) {}
+      : cache_(cache),
+        row_bytes_(row_bytes),
+        lines_(max(2, (row_bytes + kSteps / 2 - 1) / (kSteps / 2))) {}
 
   // Fetch keys first <= key < end of these heads from now on, what is left of others no more.
   void start(const int32_t* table, int first, int end, int head, int num_heads) {
@@ -29,8 +31,9 @@ class Fetch {
     ++step_;
     const uint8_t* at = at_;
     if (end_ - at >= 64 * lines_) {  // mostly
-      for (int i = 0; i < lines_; ++i, at += 64) prefetch(at);
-      at_ = at;
+      prefetch(at), prefetch(at + 64);
+      for (int i = 2; i < lines_; ++i) prefetch(at + 64 * i);
+      at_ = at + 64 * lines_;
       return;
     }
     step_over_end();

@@ -144,17 +144,17 @@ class FewRows {
     }
   }
 
-  // Products [16 keys][4] to dots [query][kTile].
-  void turn_quads(const float* products, float* dots) const {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    F32 x[4], y[4];
+  // Products [16 keys][4] to dots [query][kTile] of four queries, whether there are as many or not.
+  static void turn_quads(const float* products, float* dots) {
+    const U32 order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    F32 x[4], queries[4];
     for (int i = 0; i < 4; ++i) x[i] = load(products + i * kLanes);
     for (int i = 0; i < 4; i += 2) {
-      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+      queries[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      queries[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
     }
-    for (int r = 0; r < rows_; ++r) {
-      const __m512d a = _mm512_castps_pd(y[r / 2]), b = _mm512_castps_pd(y[r / 2 + 2]);
+    for (int r = 0; r < 4; ++r) {
+      const __m512d a = _mm512_castps_pd(queries[r / 2]), b = _mm512_castps_pd(queries[r / 2 + 2]);
       const __m512d both = r % 2 == 0 ? _mm512_unpacklo_pd(a, b) : _mm512_unpackhi_pd(a, b);
       store(dots + r * kTile, _mm512_permutexvar_ps(order, _mm512_castpd_ps(both)));
     }
