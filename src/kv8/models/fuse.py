@@ -1,14 +1,12 @@
 """Lets native kernels compute the well-known parts of a loaded model, each proven first.
 
 Decoder layers of the usual structure are replaced whole; linear layers and norms elsewhere one by
-one. Replacing means that the module's ``forward`` is shadowed: weights, names and hooks stay, and
-`Fusion.disable` brings transformers' own code back, which is what `verify_model` compares with.
+one (`kv8.models.fusion`).
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +17,10 @@ from torch import nn
 from kv8.attention.backend import AttentionCall
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.kernels.cpu import CpuKernels, load_kernels
-from kv8.kernels.step import UNLIMITED
 from kv8.models.decoder_parts import DecoderParts, is_plain_linear, read_layer, read_norm
 from kv8.models.fused_layer import FusedLayer
 from kv8.models.fused_modules import FusedLinear, FusedNorm
+from kv8.models.fusion import Fusion
 from kv8.models.fusion_proof import (
     PROOF_ROWS,
     LayerProbe,
@@ -35,6 +33,7 @@ from kv8.models.interface import BINDING, LayerBinding
 from kv8.models.layer_chain import LayerChain, prove_chains
 from kv8.models.layer_operations import LayerOperations
 from kv8.models.weight_memory import WeightMemory, gather, room_for
+from kv8.models.whole_step import find_whole_step, prove_whole_step
 from kv8.models.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -53,49 +52,6 @@ class Candidate:
 class _Fused:
     layer: FusedLayer
     probe: LayerProbe
-
-
-class Fusion:
-    """The replaced modules of one model.
-
-    Attributes:
-        most_native: rows of a step up to which native kernels make the products of every replaced
-            module: so long, a row's results do not depend on the rows beside it.
-    """
-
-    def __init__(self) -> None:
-        self.most_native = UNLIMITED
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
-        self._on = False
-
-    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let ``module`` compute through ``forward`` while the fusion is enabled."""
-        self._forwards[module] = forward
-        if self._on:
-            module.forward = forward
-
-    def enable(self) -> None:
-        """Compute through the replacements."""
-        self._on = True
-        for module, forward in self._forwards.items():
-            module.forward = forward
-
-    def disable(self) -> None:
-        """Compute through transformers' own code."""
-        self._on = False
-        for module in self._forwards:
-            vars(module).pop("forward", None)
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Compute through transformers' own code inside the ``with`` block."""
-        was_on = self._on
-        self.disable()
-        try:
-            yield
-        finally:
-            if was_on:
-                self.enable()
 
 
 def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
@@ -124,17 +80,19 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
         fusion.replace(linear, fused.forward)
         if linear is not model.module.get_output_embeddings():  # only wanted rows get there
             fusion.most_native = min(fusion.most_native, fused.most_native)
-    num_norms = 0
+    norms = []
     for module in model.module.modules():
         if module in taken:
             continue
         if "RMSNorm" in type(module).__name__ and (norm := read_norm(module)) is not None:
             fusion.replace(module, FusedNorm(norm, kernels).forward)
-            num_norms += 1
+            norms.append(norm)
     fusion.enable()
     model.fusion = fusion
     chains = _chain_layers(layers, kernels)
     chained = bool(chains) and prove_chains(model, chains, kernels)
+    if chained and (whole := find_whole_step(model, chains, norms, kernels, workspace)) is not None:
+        prove_whole_step(model, fusion, whole, kernels)
     logger.info(
         "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged; %s), %d "
         "other linear layers and %d other norms",
@@ -142,7 +100,7 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
         len(model.attention_modules),
         f"decoding in {len(chains)} calls" if chained else "one by one",
         len(linears),
-        num_norms,
+        len(norms),
     )
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from kv8.attention.checks import FLOAT_DTYPES
 from kv8.models.decoder_parts import read_norm
-from kv8.models.fuse import Fusion, find_candidates, proven_layers
+from kv8.models.fuse import find_candidates, proven_layers
+from kv8.models.fusion import Fusion
 from kv8.models.fusion_proof import MakeForward
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BINDING

@@ -27,6 +27,11 @@ class Replacements(Protocol):
     def most_native(self) -> int:
         """Rows of a step up to which a row's results do not depend on the rows beside it."""
 
+    def compute(
+        self, step: BoundStep, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return logits [R, V], or `None` if the model has to be called for them."""
+
     def disabled(self) -> AbstractContextManager[None]:
         """Let transformers' own code compute inside the ``with`` block."""
 
@@ -148,19 +153,22 @@ class HookedModel:
             raise EngineError("The model was called outside of `with model.bound(...)`.")
         if step.attended:
             raise EngineError("A bound batch serves one forward pass; bind the next one anew.")
-        output = self.module(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=rows,
-        )
+        logits = None
+        if self.fusion is not None:
+            logits = self.fusion.compute(step, input_ids, positions, rows)
+        if logits is None:
+            logits = self.module(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=rows,
+            ).logits[0]
         missing = sorted(self.attention_modules.keys() - step.attended)
         if missing:
             raise UnsupportedModelError(
                 f"kv8 cannot serve {self.geometry.architecture} correctly: layers {missing} never "
                 f"called the attention interface, so their keys and values were not stored."
             )
-        logits: torch.Tensor = output.logits[0]
         if len(logits) != len(rows):
             raise UnsupportedModelError(
                 f"kv8 cannot serve {self.geometry.architecture}: asked for the logits of "

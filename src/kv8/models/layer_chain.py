@@ -20,7 +20,7 @@ from kv8.kernels.step import MOST_ROWS, OperationList
 from kv8.kernels.step_structs import Operation
 from kv8.models.few_rows import FewRows
 from kv8.models.hook import HookedModel
-from kv8.models.interface import open_step
+from kv8.models.interface import BoundStep, open_step
 from kv8.models.probe import probe_batch, probe_layer, probe_sequences
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class LayerChain:
 
     Attributes:
         enabled: whether the layers are computed at once.
+        operations: of all layers.
     """
 
     def __init__(self, layers: Sequence[FewRows], kernels: CpuKernels) -> None:
@@ -47,10 +48,14 @@ class LayerChain:
         for layer, attention in zip(layers, self._attentions, strict=True):
             before, after = layer.operations
             operations += [*before, attention.store, attention.attend, *after]
+        self.operations = tuple(operations)
         self._list = OperationList(kernels, operations)
         self._given: tuple[torch.Tensor, ...] = ()  # what the noted operations read
         self._output: torch.Tensor | None = None  # of the chain, while its layers are noted
         self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def call(
         self, index: int, hidden_states: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None
@@ -85,24 +90,53 @@ class LayerChain:
         output, backend = self._output, step.backend
         assert output is not None
         assert type(backend) is CpuBackend
+        self._place(index, step, backend, x, output, cos_sin)
+        if cos_sin is not None:
+            self._given += tuple(cos_sin)
+        self._next = index + 1
+        if self._next == len(self._layers):
+            self.run(self._list, backend, output.shape[1])
+            self._output, self._given = None, ()
+        return output
+
+    def place(
+        self,
+        step: BoundStep,
+        backend: CpuBackend,
+        x: torch.Tensor,
+        output: torch.Tensor,
+        cos_sin: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Let the operations work on a step: read ``x`` [T, C], write ``output`` [T, C].
+
+        All layers get the same angles ``cos_sin``. The tensors must be alive when they are run.
+        """
+        for index in range(len(self._layers)):
+            self._place(index, step, backend, output if index else x, output, cos_sin)
+
+    def run(self, operations: OperationList, backend: CpuBackend, num_rows: int) -> None:
+        """Run a list in which the chain's operations are."""
+        operations.run(
+            num_rows,
+            torch.get_num_threads(),
+            lambda needed: backend.give_scratch(self._attentions, needed),
+        )
+
+    def _place(
+        self,
+        index: int,
+        step: BoundStep,
+        backend: CpuBackend,
+        x: torch.Tensor,
+        output: torch.Tensor,
+        cos_sin: Sequence[torch.Tensor] | None,
+    ) -> None:
+        layer = self._layers[index]
         number = layer.binding.geometry.layer
         layer.place(x.data_ptr(), output.data_ptr(), cos_sin)
         layer.read_attention()
         backend.prepare(self._attentions[index], step.layers[number], step.batch)
         step.attended.add(number)
-        if cos_sin is not None:
-            self._given += tuple(cos_sin)
-        self._next = index + 1
-        if self._next == len(self._layers):
-            num_rows = output.shape[1]
-            assert num_rows == step.batch.num_tokens
-            self._list.run(
-                num_rows,
-                torch.get_num_threads(),
-                lambda needed: backend.give_scratch(self._attentions, needed),
-            )
-            self._output, self._given = None, ()
-        return output
 
 
 @torch.no_grad()
@@ -117,7 +151,7 @@ def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuK
         for enabled in (False, True):
             for chain in chains:
                 chain.enabled = enabled
-            results.append(_run_once(model, kernels))
+            results.append(run_few_rows(model, kernels))
         if torch.equal(*results):
             return True
         logger.debug("Layers computed at once give other results, so that each is computed apart")
@@ -128,8 +162,8 @@ def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuK
     return False
 
 
-def _run_once(model: HookedModel, kernels: CpuKernels) -> torch.Tensor:
-    """Return the logits of a few tokens, attended to by the native backend."""
+def run_few_rows(model: HookedModel, kernels: CpuKernels) -> torch.Tensor:
+    """Return the logits of a few tokens, all of them wanted, attended to by the native backend."""
     sequence = probe_sequences(model.geometry, model.device)[0]
     num_rows = min(sequence.length, _PROBE_ROWS)
     kv_format = FORMATS[str(model.dtype).removeprefix("torch.")]

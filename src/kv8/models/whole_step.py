@@ -1,0 +1,142 @@
+"""A step of few rows, from token numbers to logits, as one native call.
+
+Around its layers (`kv8.models.layer_chain`) a model looks up embeddings, computes angles, norms
+what comes out and multiplies it with the output head. Where it does just that, which is proven bit
+for bit when it is loaded, its own code need not run in between: for one short sequence that was
+measured to take a tenth of the step.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from kv8.attention.cpu import CpuBackend
+from kv8.errors import KV8Error
+from kv8.kernels.cpu import CpuKernels
+from kv8.kernels.step import MOST_ROWS, OperationList, linear_struct, norm_struct
+from kv8.models.decoder_parts import Norm, is_plain_linear
+from kv8.models.fusion import Fusion
+from kv8.models.hook import HookedModel
+from kv8.models.interface import BoundStep
+from kv8.models.layer_chain import LayerChain, run_few_rows
+from kv8.models.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+
+class WholeStep:
+    """Computes what the model computes, if every row's logits are wanted.
+
+    Args:
+        model: whose embedding, output head and rotary embedding are used.
+        chain: all of its layers.
+        norm: what comes after them.
+        rotary: the module that computes the angles; `None` if no layer rotates.
+        kernels: the native operations.
+        workspace: shared with the layers.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        chain: LayerChain,
+        norm: Norm,
+        rotary: nn.Module | None,
+        kernels: CpuKernels,
+        workspace: Workspace,
+    ) -> None:
+        self._chain, self._rotary = chain, rotary
+        self._embedding = model.module.get_input_embeddings()
+        self._head = model.module.get_output_embeddings()
+        weight = self._head.weight
+        self._hidden = workspace.rows("hidden", weight.shape[1])
+        normed = workspace.rows("normed", weight.shape[1])
+        nowhere = torch.empty(1, weight.shape[0], dtype=weight.dtype)  # replaced with each step
+        scratch = workspace.scratch(weight.shape[1])
+        self._product = linear_struct(weight, self._head.bias, normed, nowhere, scratch)
+        last = norm_struct(
+            norm.weight, self._hidden, normed, num_heads=1, epsilon=norm.epsilon, order=norm.order
+        )
+        self._all_rows = torch.arange(MOST_ROWS)
+        self._list = OperationList(kernels, [*chain.operations, last, self._product])
+        # Whoever has hooked into a module wants it to be called.
+        self._hooks = [
+            hooks
+            for module in model.module.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+
+    def run(
+        self, step: BoundStep, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return logits [R, V], or `None` if the model has to compute for itself.
+
+        Args:
+            step: the batch, not yet worked on.
+            input_ids: int64 [T].
+            positions: int64 [T].
+            rows: int64 [R], whose logits are wanted.
+        """
+        num_rows, backend = len(input_ids), step.backend
+        # A backend that is more than `CpuBackend` wants to be asked.
+        if type(backend) is not CpuBackend or not self._chain.enabled or any(self._hooks):
+            return None
+        if not 0 < num_rows <= MOST_ROWS or not torch.equal(rows, self._all_rows[:num_rows]):
+            return None
+        x = self._embedding(input_ids).contiguous()
+        cos_sin: Sequence[torch.Tensor] | None = None
+        if self._rotary is not None:
+            cos_sin = self._rotary(x.unsqueeze(0), positions.unsqueeze(0))
+        logits = torch.empty(num_rows, self._head.weight.shape[0], dtype=x.dtype)
+        self._product.weight = self._head.weight.data_ptr()  # may be tied, and be exchanged with it
+        self._product.out = logits.data_ptr()
+        self._chain.place(step, backend, x, self._hidden, cos_sin)
+        self._chain.run(self._list, backend, num_rows)
+        return logits
+
+
+def find_whole_step(
+    model: HookedModel,
+    chains: Sequence[LayerChain],
+    norms: Sequence[Norm],
+    kernels: CpuKernels,
+    workspace: Workspace,
+) -> WholeStep | None:
+    """Return the model's whole step if it may have one; `prove_whole_step` tells whether it has.
+
+    Args:
+        model: its layers are chained.
+        chains: of layers.
+        norms: those outside of layers.
+        kernels: the native operations.
+        workspace: shared with the layers.
+    """
+    head = model.module.get_output_embeddings()
+    rotaries = [m for name, m in model.module.named_modules() if name.endswith("rotary_emb")]
+    if len(chains) != 1 or len(chains[0]) != len(model.geometry.layers):
+        return None
+    if len(norms) != 1 or len(rotaries) > 1 or not is_plain_linear(head):
+        return None
+    if not head.weight.dtype == norms[0].weight.dtype == model.dtype:
+        return None
+    rotary = rotaries[0] if rotaries else None
+    return WholeStep(model, chains[0], norms[0], rotary, kernels, workspace)
+
+
+@torch.no_grad()
+def prove_whole_step(
+    model: HookedModel, fusion: Fusion, whole: WholeStep, kernels: CpuKernels
+) -> bool:
+    """Whether a fused model gives the same bits with ``whole``; it is used from now on if so."""
+    try:
+        expected = run_few_rows(model, kernels)
+        fusion.whole = whole
+        if torch.equal(run_few_rows(model, kernels), expected):
+            return True
+        logger.debug("The model computes more than its layers, so that its own code runs, too")
+    except (KV8Error, AssertionError, RuntimeError, TypeError) as error:
+        logger.debug("A step cannot be computed in one call: %s", error)
+    fusion.whole = None
+    return False
