@@ -33,6 +33,7 @@ SOURCE_FLAGS = {
 # Dot products and tiles of bfloat16, where compiler and system know them: variants of some sources
 # of the avx512 build, entered only on a CPU that has the unit.
 BF16_FLAGS = [*ISA_FLAGS["avx512"], "-mavx512bf16"]
+AMX_SOURCES = ("attend.cpp", "linear_amx.cpp", "linear_amx_many.cpp", "linear_amx_one.cpp")
 AMX_FLAGS = [*BF16_FLAGS, "-mamx-tile", "-mamx-bf16"]
 # No flag here lets a compiler reorder sums or forget about NaN; these two only let it ignore errno
 # and floating-point exception flags, which nobody reads.
@@ -77,7 +78,7 @@ def build(output: Path, *, sanitize: bool = False) -> None:
             bf16_flags = ["-DKV8_ISA=avx512bf16", *BF16_FLAGS]
             jobs.append(("attend.cpp", "attend-avx512bf16.o", bf16_flags))
         if amx:
-            for source in ("attend.cpp", "linear_amx.cpp", "linear_amx_many.cpp"):
+            for source in AMX_SOURCES:
                 target = f"{Path(source).stem}-amx.o"
                 source_flags = SOURCE_FLAGS.get(source, [])
                 jobs.append((source, target, ["-DKV8_ISA=amx", *AMX_FLAGS, *source_flags]))

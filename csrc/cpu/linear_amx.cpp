@@ -73,10 +73,6 @@ void finish_tiles(const kv8_linear& l, int64_t first_row, int64_t count, int64_t
   for (int64_t i = 0; i < count; ++i) finish_row<kA * kSide>(l, first_row + i, n, words[i]);
 }
 
-void fetch(const uint8_t* rows, int64_t bytes) {
-  for (int64_t i = 0; i < kSide; ++i) prefetch(rows + i * bytes);
-}
-
 // Sums of up to two tiles of outputs from n on, for up to two blocks of x.
 struct Sums {
   int64_t block, n;
@@ -92,11 +88,17 @@ void finish_sums(const kv8_linear& l, int64_t num_rows, const Sums& s) {
   }
 }
 
+// Rows of the weight that come next, fetched from memory meanwhile in the order in which they lie.
+struct Ahead {
+  const uint8_t* at;
+  int lines;  // with each step; none if there is nothing more
+};
+
 // kA tiles of weight rows from output n on, times kB blocks of x. Tiles of x are loaded with the
 // hint that they are not needed again soon: so they do not push the weight out of the innermost
 // cache.
 template <int kA, int kB>
-void multiply(const kv8_linear& l, const uint8_t* packed, int64_t block, int64_t n, bool more,
+void multiply(const kv8_linear& l, const uint8_t* packed, int64_t block, int64_t n, Ahead ahead,
               Sums& s) {
   static_assert(kA * kB <= 4 && kA <= 2 && kB <= 2);
   s.block = block, s.n = n, s.num_blocks = kB, s.num_tiles = kA;
@@ -112,8 +114,7 @@ void multiply(const kv8_linear& l, const uint8_t* packed, int64_t block, int64_t
     if constexpr (kB > 1) {
       _tile_stream_loadd(7, x + steps * kTileBytes, 64);
     }
-    if (more)
-      for (int a = 0; a < kA; ++a) fetch(weight + (2 + a) * kSide * bytes, bytes);
+    for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch(ahead.at);
     _tile_loadd(4, weight, bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kB > 1) {
@@ -133,22 +134,40 @@ void multiply(const kv8_linear& l, const uint8_t* packed, int64_t block, int64_t
   if constexpr (kA > 1 && kB > 1) _tile_stored(3, s.sums[1][1], 64);
 }
 
-// Outputs [n, end) for blocks [first, last) of x: two rows of tiles of the weight stay in the
-// innermost cache while x goes by. Sums are finished while the unit works on the next ones.
-void multiply_share(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, int64_t first,
-                    int64_t last, int64_t n, int64_t end) {
+// Outputs n to end.
+struct Share {
+  int64_t first_block, last_block;  // of x
+  int64_t n, end;
+};
+
+// Up to two tiles of rows of the weight, from output n on, as what to fetch.
+Ahead from(const kv8_linear& l, int64_t n, int64_t end) {
+  return {static_cast<const uint8_t*>(l.weight) + n * 2 * l.num_inputs,
+          static_cast<int>(n >= end ? 0 : std::min(end - n, 2 * kSide))};
+}
+
+void fetch(const Ahead& ahead, int64_t steps) {
+  for (int64_t i = 0; i < ahead.lines * steps; ++i) prefetch(ahead.at + 64 * i);
+}
+
+// Two rows of tiles of the weight stay in the innermost cache while x goes by. Sums are finished
+// while the unit works on the next ones. `after` is fetched at last.
+void multiply_share(const kv8_linear& l, const uint8_t* packed, int64_t num_rows, const Share& share,
+                    const Ahead& after) {
   Sums sums[2];
   int current = 0;
   sums[1].num_blocks = 0;
-  for (; n < end; n += 2 * kSide) {
+  const int64_t first = share.first_block, last = share.last_block, end = share.end;
+  for (int64_t n = share.n; n < end; n += 2 * kSide) {
     const bool two = n + 2 * kSide <= end;
+    const Ahead next = n + 2 * kSide < end ? from(l, n + 2 * kSide, end) : after;
     for (int64_t b = first; b < last; b += 2, current = 1 - current) {
-      const bool more = b == first && n + 4 * kSide <= end;
+      const Ahead ahead = b == first ? next : Ahead{};
       Sums& s = sums[current];
-      if (two && b + 1 < last) multiply<2, 2>(l, packed, b, n, more, s);
-      else if (two) multiply<2, 1>(l, packed, b, n, more, s);
-      else if (b + 1 < last) multiply<1, 2>(l, packed, b, n, more, s);
-      else multiply<1, 1>(l, packed, b, n, more, s);
+      if (two && b + 1 < last) multiply<2, 2>(l, packed, b, n, ahead, s);
+      else if (two) multiply<2, 1>(l, packed, b, n, ahead, s);
+      else if (b + 1 < last) multiply<1, 2>(l, packed, b, n, ahead, s);
+      else multiply<1, 1>(l, packed, b, n, ahead, s);
       finish_sums(l, num_rows, sums[1 - current]);
     }
   }
@@ -172,24 +191,39 @@ bool takes_gated(const kv8_gated& g, int64_t num_rows) {
 }
 
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
+  if (num_rows == 1 && takes_one(l)) return linear_one(l, num_threads);
   if (num_rows >= kManyRows) return linear_many(l, nullptr, num_rows, num_threads);
   auto* packed = reinterpret_cast<uint8_t*>(l.scratch);
   const int64_t block_bytes = l.num_inputs / kInputs * kTileBytes;
   const int64_t blocks = (num_rows + kSide - 1) / kSide;
   const int64_t panel_blocks = std::max<int64_t>(kPanelBytes / (2 * block_bytes), 1) * 2;
   const int64_t panels = (blocks + panel_blocks - 1) / panel_blocks;
-  const int64_t shares = (l.num_outputs + kShare - 1) / kShare;
+  const int64_t shares = (l.num_outputs + kShare - 1) / kShare, all = panels * shares;
+  auto share = [&](int64_t i) {
+    const int64_t block = i / shares * panel_blocks, n = i % shares * kShare;
+    return Share{block, std::min(block + panel_blocks, blocks), n,
+                 std::min(n + kShare, l.num_outputs)};
+  };
+  auto ahead = [&](int64_t i) { return i < all ? from(l, share(i).n, share(i).end) : Ahead{}; };
+  int64_t taken = 0;
+  auto take = [&] {
+    int64_t i;
+#pragma omp atomic capture
+    i = taken++;
+    return i;
+  };
   static const TileShapes shapes;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     _tile_loadconfig(&shapes);
+    int64_t i = take();
+    fetch(ahead(i), l.num_inputs / kInputs);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; ++b) pack_block(l, num_rows, b, packed + b * block_bytes);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < panels * shares; ++i) {
-      const int64_t block = i / shares * panel_blocks, n = i % shares * kShare;
-      multiply_share(l, packed, num_rows, block, std::min(block + panel_blocks, blocks), n,
-                     std::min(n + kShare, l.num_outputs));
+    while (i < all) {
+      const int64_t next = take();
+      multiply_share(l, packed, num_rows, share(i), ahead(next));
+      i = next;
     }
     _tile_release();
   }

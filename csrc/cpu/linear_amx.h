@@ -9,6 +9,9 @@ namespace kv8::amx {
 bool available();
 bool takes(const kv8_linear& l);
 void linear(const kv8_linear& l, int64_t num_rows, int num_threads);
+// The same results for one row, with nothing to wait for.
+bool takes_one(const kv8_linear& l);
+void linear_one(const kv8_linear& l, int num_threads);
 // The same results for many rows, faster from kManyRows on: there packing the weight pays.
 constexpr int64_t kManyRows = 192;
 // With `gate`, the outputs are gate and up, and what comes of them is written instead.

@@ -79,8 +79,8 @@ def test_one_call_a_step(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(OperationList, "run", noted)
     packed_logits(model, [prompt_ids(5)], backend=CpuBackend(kernels))
-    assert max(lengths) >= LAYERS * 9
-    assert sorted(lengths)[:-1] == [1, 1]  # the last norm and the output head
+    [length] = lengths  # all of a step (test_whole_step.py)
+    assert length >= LAYERS * 9
 
 
 def test_a_model_that_looks_in_between_is_left_alone(
