@@ -17,6 +17,23 @@ int thread_number() {
 #endif
 }
 
+// Call work(i, next) for i < count as threads ask, from all threads of a region at once and with one
+// `taken` that begins at 0. A thread knows its next one in advance: `count` if there is none.
+template <class Work>
+void take_ahead(int64_t count, int64_t& taken, Work&& work) {
+  auto take = [&] {
+    int64_t i;
+#pragma omp atomic capture
+    i = taken++;
+    return i < count ? i : count;
+  };
+  for (int64_t i = take(), next; i < count; i = next) {
+    next = take();
+    work(i, next);
+  }
+#pragma omp barrier
+}
+
 // Everything a call writes but its output, laid out in the scratch memory.
 template <class Code>
 struct Scratch {
@@ -62,16 +79,17 @@ int64_t run(const kv8_attend& attend, int num_threads) {
     return scratch.records + piece.first_record * attention.record_floats();
   };
 
-  auto next_of = [&](int64_t i) { return pieces[i + 1 < plan.num_pieces ? i + 1 : i]; };
+  auto piece = [&](int64_t i) { return i < plan.num_pieces ? pieces[i] : Piece{}; };
+  int64_t taken = 0, taken_first = 0;
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Arena arena{scratch.workspaces + scratch.workspace_bytes * thread_number()};
     Workspace<Code> work(arena, rows, *attend.cache, parts);
     if (maxima_first) {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < plan.num_pieces; ++i)
-        attention.find_maxima(pieces[i], next_of(i), work, scratch.piece_maxima + i * rows);
+      take_ahead(plan.num_pieces, taken_first, [&](int64_t i, int64_t next) {
+        attention.find_maxima(pieces[i], piece(next), work, scratch.piece_maxima + i * rows);
+      });
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < plan.num_pieces; ++i) {
         const int64_t stride = static_cast<int64_t>(rows) * pieces[i].next_piece;
@@ -84,12 +102,11 @@ int64_t run(const kv8_attend& attend, int num_threads) {
         }
       }
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.num_pieces; ++i) {
+    take_ahead(plan.num_pieces, taken, [&](int64_t i, int64_t next) {
       float* records = pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]);
-      attention.attend(pieces[i], next_of(i), work, records,
+      attention.attend(pieces[i], piece(next), work, records,
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);
-    }
+    });
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
       if (pieces[i].num_records > 0 && pieces[i].first_of_group == i)

@@ -21,7 +21,7 @@ class Walk {
         head_bytes_(static_cast<int64_t>(cache_.block_size) * row_bytes) {}
 
   // Call work for a piece's tiles, head by head, and fetch those of all heads to come meanwhile; at
-  // last the first of the next piece, which mostly is this thread's too.
+  // last the first of the next piece, if that has keys.
   template <class Work>
   void for_tiles(const Piece& piece, const Piece& next_piece, Fetch& fetch, Work&& work) const {
     const int ahead = piece.num_kv_heads > 1 ? kTile : 2 * kTile;

@@ -72,10 +72,10 @@ def test_many_rows_of_many_inputs(kernels: CpuKernels, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 576), (160, 1024), (80, 2048)])
 def test_many_rows_get_what_few_get(kernels: CpuKernels, outputs: int, inputs: int) -> None:
-    """Bit for bit, whatever rows are beside a row; from four on, as few need not be.
+    """Bit for bit, whatever rows are beside a row, or none.
 
-    On the matrix unit, other tiles are packed for many rows, and some rows are computed twice; sums
-    of many inputs wait in memory.
+    On the matrix unit, one row is not packed, other tiles are packed for many rows, and some rows are
+    computed twice; sums of many inputs wait in memory.
     """
     weight = draw(outputs, inputs, dtype=torch.bfloat16, seed=1)
     bias = draw(outputs, dtype=torch.bfloat16, seed=2)
@@ -86,8 +86,9 @@ def test_many_rows_get_what_few_get(kernels: CpuKernels, outputs: int, inputs: i
         x[num_rows // 2, : len(some)], x[-1, 5], x[0, 7] = some, torch.inf, torch.nan
         for add, rest, multiplier in ((None, None, 1.0), (bias, None, 1.0), (bias, residual, 0.22)):
             many = multiply(kernels, x, weight, add, residual=rest, multiplier=multiplier)
-            for first in (*range(0, num_rows - 16, 16), num_rows - 16):
-                rows = slice(first, first + 16)
+            parts = [slice(first, first + 16) for first in range(0, num_rows - 16, 16)]
+            parts += [slice(t, t + 1) for t in (0, num_rows // 2, num_rows - 17)]
+            for rows in (*parts, slice(num_rows - 16, num_rows), slice(num_rows - 1, num_rows)):
                 before = None if rest is None else rest[rows]
                 few = multiply(
                     kernels, x[rows], weight, add, residual=before, multiplier=multiplier
