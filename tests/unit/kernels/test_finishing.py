@@ -74,8 +74,8 @@ def test_many_rows_of_many_inputs(kernels: CpuKernels, dtype: torch.dtype) -> No
 def test_many_rows_get_what_few_get(kernels: CpuKernels, outputs: int, inputs: int) -> None:
     """Bit for bit, whatever rows are beside a row, or none.
 
-    On the matrix unit, one row is not packed, for many rows the weight is, and some rows are computed
-    twice; sums of many inputs wait in memory.
+    On the matrix unit, one row is not packed; for many rows the weight is, and some rows are
+    computed twice; sums of many inputs wait in memory.
     """
     weight = draw(outputs, inputs, dtype=torch.bfloat16, seed=1)
     bias = draw(outputs, dtype=torch.bfloat16, seed=2)
