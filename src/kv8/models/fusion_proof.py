@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _TOLERANCE, _ROUNDING = 1e-4, 1e-6
 _FEW_ROWS = 5
 PROOF_ROWS: Final = (_FEW_ROWS, MOST_ROWS + 1)  # a layer is tried on each
-_ERRORS = (KV8Error, TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
+# What a model may raise that is not what it seems to be.
+PROOF_ERRORS = (KV8Error, TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError)
 
 
 # From a layer's parts, its binding, what its attention asks for, and whether it rotates.
@@ -79,7 +80,7 @@ def probe_layers(model: HookedModel, layers: Mapping[int, nn.Module]) -> dict[in
     backend = _NotingBackend()
     try:
         _run_once(model, backend)
-    except _ERRORS as error:
+    except PROOF_ERRORS as error:
         logger.debug("The model does not run a probe, so that nothing is fused: %s", error)
         return {}
     finally:
@@ -142,7 +143,7 @@ def proven_rotation(
             if difference <= 1.0:
                 return rotates
         logger.debug("Layer %s computes something else than it seems to; it is not fused", number)
-    except _ERRORS as error:
+    except PROOF_ERRORS as error:
         logger.debug("A layer like layer %s cannot be fused: %s", number, error)
     return None
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from kv8.attention.cpu import CpuBackend
-from kv8.errors import KV8Error
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import MOST_ROWS, OperationList, linear_struct, norm_struct
 from kv8.models.decoder_parts import Norm, is_plain_linear
 from kv8.models.fusion import Fusion
+from kv8.models.fusion_proof import PROOF_ERRORS
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BoundStep
 from kv8.models.layer_chain import LayerChain, run_few_rows
@@ -61,12 +61,16 @@ class WholeStep:
         )
         self._all_rows = torch.arange(MOST_ROWS)
         self._list = OperationList(kernels, [*chain.operations, last, self._product])
-        # Whoever has hooked into a module wants it to be called.
         self._hooks = [
             hooks
             for module in model.module.modules()
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody wants to be told when a module is called."""
+        return any(self._hooks)
 
     def run(
         self, step: BoundStep, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -81,7 +85,7 @@ class WholeStep:
         """
         num_rows, backend = len(input_ids), step.backend
         # A backend that is more than `CpuBackend` wants to be asked.
-        if type(backend) is not CpuBackend or not self._chain.enabled or any(self._hooks):
+        if type(backend) is not CpuBackend or not self._chain.enabled or self.hooked:
             return None
         if not 0 < num_rows <= MOST_ROWS or not torch.equal(rows, self._all_rows[:num_rows]):
             return None
@@ -130,13 +134,15 @@ def prove_whole_step(
     model: HookedModel, fusion: Fusion, whole: WholeStep, kernels: CpuKernels
 ) -> bool:
     """Whether a fused model gives the same bits with ``whole``; it is used from now on if so."""
+    if whole.hooked:  # it would not be run now
+        return False
     try:
         expected = run_few_rows(model, kernels)
         fusion.whole = whole
         if torch.equal(run_few_rows(model, kernels), expected):
             return True
         logger.debug("The model computes more than its layers, so that its own code runs, too")
-    except (KV8Error, AssertionError, RuntimeError, TypeError) as error:
+    except PROOF_ERRORS as error:
         logger.debug("A step cannot be computed in one call: %s", error)
     fusion.whole = None
     return False

@@ -116,6 +116,14 @@ def test_hooks_are_called(kernels: CpuKernels) -> None:
     assert len(called) == 2
 
 
+def test_what_was_hooked_when_it_was_loaded_proves_nothing(kernels: CpuKernels) -> None:
+    model = build("llama")
+    handle = model.module.model.embed_tokens.register_forward_hook(lambda _m, _a, out: out * 2)
+    fuse_model(model, kernels)
+    assert fusion_of(model).whole is None
+    handle.remove()
+
+
 def test_not_while_the_models_own_code_is_wanted(kernels: CpuKernels, lists: list[int]) -> None:
     model = fused("llama", kernels)
     lists.clear()
