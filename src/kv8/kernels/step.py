@@ -25,10 +25,10 @@ from kv8.kernels.step_structs import (
 # Without a matrix unit, products of more rows are torch's, which repacks the weight each time.
 # Where it gets to be faster was measured: between 64 and some hundreds, on any instruction set.
 MOST_ROWS: Final = 64
-# On one, torch's are faster for more rows than these if there are many inputs.
-MOST_ROWS_ON_UNIT: Final = 1024
-_FEW_INPUTS: Final = 1536
 UNLIMITED: Final = 1 << 30
+# On one, the more inputs there are, the sooner torch's are faster: (inputs, rows up to which native
+# ones are about as fast or faster), measured; with more inputs than these it is `MOST_ROWS`.
+_MOST_ROWS_ON_UNIT: Final = ((1536, UNLIMITED), (2048, 1024), (4096, 128))
 # There, products of so many rows or more need no scratch: kManyRows of csrc/cpu/linear_amx.h.
 MOST_SCRATCH_ROWS: Final = 192
 
@@ -102,7 +102,7 @@ def most_rows(kernels: CpuKernels, weight: torch.Tensor) -> int:
     )
     if not on_unit:
         return MOST_ROWS
-    return UNLIMITED if num_inputs <= _FEW_INPUTS else MOST_ROWS_ON_UNIT
+    return next((rows for inputs, rows in _MOST_ROWS_ON_UNIT if num_inputs <= inputs), MOST_ROWS)
 
 
 def linear_struct(

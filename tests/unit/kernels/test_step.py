@@ -9,10 +9,13 @@ from tests.native_operations import DTYPES, draw, multiply, run
 
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import (
+    MOST_ROWS,
+    UNLIMITED,
     OperationList,
     can_multiply,
     gate_struct,
     linear_struct,
+    most_rows,
     norm_struct,
     rotary_struct,
     scratch_size,
@@ -75,6 +78,19 @@ def test_rows_of_a_wider_tensor(kernels: CpuKernels) -> None:
     for count in (1, 6):
         x = wide[:count, 20:84]
         assert torch.equal(multiply(kernels, x, weight), multiply(kernels, x.contiguous(), weight))
+
+
+def test_the_more_inputs_the_sooner_products_are_left_to_torch(kernels: CpuKernels) -> None:
+    def most(inputs: int, outputs: int = 32, dtype: torch.dtype = torch.bfloat16) -> int:
+        return most_rows(kernels, torch.empty(outputs, inputs, dtype=dtype))
+
+    if not kernels.has_matrix_unit:
+        assert {most(inputs) for inputs in (32, 4096)} == {MOST_ROWS}
+        return
+    limits = [most(inputs) for inputs in (32, 1536, 1568, 2048, 4096, 4128, 14336)]
+    assert limits == [UNLIMITED, UNLIMITED, 1024, 1024, 128, MOST_ROWS, MOST_ROWS]
+    # What the unit does not take.
+    assert most(64, outputs=40) == most(48) == most(64, dtype=torch.float32) == MOST_ROWS
 
 
 def test_what_can_be_multiplied() -> None:
