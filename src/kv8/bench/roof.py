@@ -6,14 +6,13 @@ bandwidth is that of reading; on a GPU that of copying, bytes read and bytes wri
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Final
 
 import torch
 
 from kv8.bench.timing import Samples
+from kv8.cache.pool import allocate
 from kv8.kernels.clock import seconds_of
-from kv8.kernels.cpu import load_kernels
 
 _BUFFER_BYTES: Final = 2**29  # more than caches hold
 _SIDE: Final = 1024
@@ -95,11 +94,8 @@ class Roof:
 
 
 def _readers() -> dict[str, Callable[[], object]]:
-    buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-    # As weights and cache lie in large pages: from small ones a core reads a third less.
-    with suppress(ImportError):
-        load_kernels(announce=False).prefer_large_pages(buffer)
-    buffer.fill_(1)
+    # In large pages, as a cache: from small ones a core reads a third less.
+    buffer = allocate(_BUFFER_BYTES, torch.device("cpu")).fill_(1)
     return {
         "sum of int64": lambda: buffer.view(torch.int64).sum(),
         "sum of float32": lambda: buffer.view(torch.float32).sum(),

@@ -90,15 +90,17 @@ def fuse_model(model: HookedModel, kernels: CpuKernels | None = None) -> None:
     fusion.enable()
     model.fusion = fusion
     chains = _chain_layers(layers, kernels)
-    chained = bool(chains) and prove_chains(model, chains, kernels)
-    if chained and (whole := find_whole_step(model, chains, norms, kernels, workspace)) is not None:
-        prove_whole_step(model, fusion, whole, kernels)
+    proven = prove_chains(model, chains, kernels) if chains else None
+    if proven is not None:
+        whole = find_whole_step(model, chains, norms, kernels, workspace)
+        if whole is not None:
+            prove_whole_step(model, fusion, whole, kernels, proven)
     logger.info(
         "Native kernels compute %d of %d decoder layers (q, k, v and gate, up merged; %s), %d "
         "other linear layers and %d other norms",
         len(layers),
         len(model.attention_modules),
-        f"decoding in {len(chains)} calls" if chained else "one by one",
+        f"decoding in {len(chains)} calls" if proven is not None else "one by one",
         len(linears),
         len(norms),
     )

@@ -71,9 +71,7 @@ class LayerChain:
         step = open_step(layer.binding)
         if index == 0:
             self._output = None
-            # A backend that is more than `CpuBackend` wants to be asked.
-            few = 0 < hidden_states.shape[1] <= MOST_ROWS
-            if not few or not self.enabled or type(step.backend) is not CpuBackend:
+            if not self.takes(step, hidden_states.shape[1]):
                 return None
             x = hidden_states.contiguous()
             self._output = torch.full_like(x, torch.nan)
@@ -87,61 +85,59 @@ class LayerChain:
                     f"Layer {layer.binding.geometry.layer} was not called with what the layer "
                     f"before it returned, although it was when the model was loaded."
                 )
-        output, backend = self._output, step.backend
+        output = self._output
         assert output is not None
-        assert type(backend) is CpuBackend
-        self._place(index, step, backend, x, output, cos_sin)
+        self.place(index, step, x, output, cos_sin)
         if cos_sin is not None:
             self._given += tuple(cos_sin)
         self._next = index + 1
         if self._next == len(self._layers):
-            self.run(self._list, backend, output.shape[1])
+            self.run(self._list, step, output.shape[1])
             self._output, self._given = None, ()
         return output
 
+    def takes(self, step: BoundStep, num_rows: int) -> bool:
+        """Whether the layers are computed at once for T = ``num_rows`` rows of this step."""
+        # A backend that is more than `CpuBackend` wants to be asked.
+        return self.enabled and 0 < num_rows <= MOST_ROWS and type(step.backend) is CpuBackend
+
     def place(
-        self,
-        step: BoundStep,
-        backend: CpuBackend,
-        x: torch.Tensor,
-        output: torch.Tensor,
-        cos_sin: Sequence[torch.Tensor] | None,
-    ) -> None:
-        """Let the operations work on a step: read ``x`` [T, C], write ``output`` [T, C].
-
-        All layers get the same angles ``cos_sin``. The tensors must be alive when they are run.
-        """
-        for index in range(len(self._layers)):
-            self._place(index, step, backend, output if index else x, output, cos_sin)
-
-    def run(self, operations: OperationList, backend: CpuBackend, num_rows: int) -> None:
-        """Run a list in which the chain's operations are."""
-        operations.run(
-            num_rows,
-            torch.get_num_threads(),
-            lambda needed: backend.give_scratch(self._attentions, needed),
-        )
-
-    def _place(
         self,
         index: int,
         step: BoundStep,
-        backend: CpuBackend,
         x: torch.Tensor,
         output: torch.Tensor,
         cos_sin: Sequence[torch.Tensor] | None,
     ) -> None:
-        layer = self._layers[index]
+        """Let layer ``index`` read ``x`` and write ``output``, [T, C], when the step is run.
+
+        The tensors must be alive then.
+        """
+        layer, backend = self._layers[index], step.backend
+        assert isinstance(backend, CpuBackend)
         number = layer.binding.geometry.layer
         layer.place(x.data_ptr(), output.data_ptr(), cos_sin)
         layer.read_attention()
         backend.prepare(self._attentions[index], step.layers[number], step.batch)
         step.attended.add(number)
 
+    def run(self, operations: OperationList, step: BoundStep, num_rows: int) -> None:
+        """Run a list in which the chain's operations are."""
+        backend = step.backend
+        assert isinstance(backend, CpuBackend)
+        operations.run(
+            num_rows,
+            torch.get_num_threads(),
+            lambda needed: backend.give_scratch(self._attentions, needed),
+        )
+
 
 @torch.no_grad()
-def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuKernels) -> bool:
-    """Whether the chains give bit for bit what their layers give one by one; if not, disable them.
+def prove_chains(
+    model: HookedModel, chains: Sequence[LayerChain], kernels: CpuKernels
+) -> torch.Tensor | None:
+    """Return the logits of `run_few_rows` if the chains give them bit for bit as their layers do
+    one by one; if not, disable the chains and return `None`.
 
     The operations are the same ones. What is proven is that the model hands each layer's output to
     the next one as it is, and looks at it nowhere else before the last one has run.
@@ -153,13 +149,13 @@ def prove_chains(model: HookedModel, chains: Sequence[LayerChain], kernels: CpuK
                 chain.enabled = enabled
             results.append(run_few_rows(model, kernels))
         if torch.equal(*results):
-            return True
+            return results[0]
         logger.debug("Layers computed at once give other results, so that each is computed apart")
     except (KV8Error, AssertionError, RuntimeError) as error:
         logger.debug("Layers cannot be computed at once: %s", error)
     for chain in chains:
         chain.enabled = False
-    return False
+    return None
 
 
 def run_few_rows(model: HookedModel, kernels: CpuKernels) -> torch.Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from kv8.attention.cpu import CpuBackend
 from kv8.kernels.cpu import CpuKernels
 from kv8.kernels.step import MOST_ROWS, OperationList, linear_struct, norm_struct
 from kv8.models.decoder_parts import Norm, is_plain_linear
@@ -83,11 +82,10 @@ class WholeStep:
             positions: int64 [T].
             rows: int64 [R], whose logits are wanted.
         """
-        num_rows, backend = len(input_ids), step.backend
-        # A backend that is more than `CpuBackend` wants to be asked.
-        if type(backend) is not CpuBackend or not self._chain.enabled or self.hooked:
+        num_rows = len(input_ids)
+        if self.hooked or not self._chain.takes(step, num_rows):
             return None
-        if not 0 < num_rows <= MOST_ROWS or not torch.equal(rows, self._all_rows[:num_rows]):
+        if not torch.equal(rows, self._all_rows[:num_rows]):
             return None
         x = self._embedding(input_ids).contiguous()
         cos_sin: Sequence[torch.Tensor] | None = None
@@ -96,8 +94,10 @@ class WholeStep:
         logits = torch.empty(num_rows, self._head.weight.shape[0], dtype=x.dtype)
         self._product.weight = self._head.weight.data_ptr()  # may be tied, and be exchanged with it
         self._product.out = logits.data_ptr()
-        self._chain.place(step, backend, x, self._hidden, cos_sin)
-        self._chain.run(self._list, backend, num_rows)
+        for index in range(len(self._chain)):
+            given = self._hidden if index else x
+            self._chain.place(index, step, given, self._hidden, cos_sin)
+        self._chain.run(self._list, step, num_rows)
         return logits
 
 
@@ -131,18 +131,23 @@ def find_whole_step(
 
 @torch.no_grad()
 def prove_whole_step(
-    model: HookedModel, fusion: Fusion, whole: WholeStep, kernels: CpuKernels
-) -> bool:
-    """Whether a fused model gives the same bits with ``whole``; it is used from now on if so."""
+    model: HookedModel,
+    fusion: Fusion,
+    whole: WholeStep,
+    kernels: CpuKernels,
+    expected: torch.Tensor,
+) -> None:
+    """Use ``whole`` from now on if `run_few_rows` gives the ``expected`` bits with it.
+
+    The model is fused, and ``expected`` is what it gives without.
+    """
     if whole.hooked:  # it would not be run now
-        return False
+        return
+    fusion.whole = whole
     try:
-        expected = run_few_rows(model, kernels)
-        fusion.whole = whole
         if torch.equal(run_few_rows(model, kernels), expected):
-            return True
+            return
         logger.debug("The model computes more than its layers, so that its own code runs, too")
     except PROOF_ERRORS as error:
         logger.debug("A step cannot be computed in one call: %s", error)
     fusion.whole = None
-    return False

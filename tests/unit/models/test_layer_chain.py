@@ -13,8 +13,8 @@ from kv8.attention.cpu import CpuBackend
 from kv8.attention.reference import ReferenceBackend
 from kv8.errors import EngineError, UnsupportedModelError
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import OperationList
 from kv8.models.fuse import fuse_model
+from kv8.models.fusion import Fusion
 from kv8.models.geometry import read_geometry
 from kv8.models.hook import HookedModel
 from kv8.models.probe import probe_batch
@@ -67,20 +67,15 @@ def test_the_same_bits_as_layer_by_layer(
         assert torch.equal(one.v_codes.view(torch.uint8), other.v_codes.view(torch.uint8))
 
 
-def test_one_call_a_step(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_a_step(kernels: CpuKernels, native_calls: list[int]) -> None:
     model = build("llama")
     fuse_model(model, kernels)
-    lengths: list[int] = []
-    own = OperationList.run
-
-    def noted(self: OperationList, *arguments: Any) -> None:
-        lengths.append(len(self.operations))
-        own(self, *arguments)
-
-    monkeypatch.setattr(OperationList, "run", noted)
+    assert isinstance(model.fusion, Fusion)
+    model.fusion.whole = None  # which is more than a chain: test_whole_step.py
+    native_calls.clear()
     packed_logits(model, [prompt_ids(5)], backend=CpuBackend(kernels))
-    [length] = lengths  # all of a step (test_whole_step.py)
-    assert length >= LAYERS * 9
+    assert max(native_calls) >= LAYERS * 9
+    assert sorted(native_calls)[:-1] == [1, 1]  # the last norm and the output head
 
 
 def test_a_model_that_looks_in_between_is_left_alone(

@@ -11,7 +11,6 @@ from tests.unit.models.test_layer_chain import FAMILIES, AskedBackend, build
 
 from kv8.attention.cpu import CpuBackend
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import OperationList
 from kv8.models.fuse import fuse_model
 from kv8.models.fusion import Fusion
 from kv8.models.hook import HookedModel
@@ -26,20 +25,6 @@ LENGTHS = (23, 7)
 @pytest.fixture
 def kernels() -> CpuKernels:
     return kernels_or_skip()
-
-
-@pytest.fixture
-def lists(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of operations of each native call from now on."""
-    lengths: list[int] = []
-    own = OperationList.run
-
-    def noted(self: OperationList, *arguments: Any) -> None:
-        lengths.append(len(self.operations))
-        own(self, *arguments)
-
-    monkeypatch.setattr(OperationList, "run", noted)
-    return lengths
 
 
 def fused(family: str, kernels: CpuKernels, dtype: torch.dtype = torch.float32) -> HookedModel:
@@ -73,12 +58,12 @@ def test_the_same_bits_as_the_models_own_code(
         assert one.isfinite().all()
 
 
-def test_it_is_one_call(kernels: CpuKernels, lists: list[int]) -> None:
+def test_it_is_one_call(kernels: CpuKernels, native_calls: list[int]) -> None:
     model = fused("llama", kernels)
-    lists.clear()
+    native_calls.clear()
     packed_logits(model, [prompt_ids(5)], backend=CpuBackend(kernels))
-    assert len(lists) == 1
-    assert lists[0] >= LAYERS * 9 + 2
+    assert len(native_calls) == 1
+    assert native_calls[0] >= LAYERS * 9 + 2
 
 
 def run_rows(model: HookedModel, kernels: CpuKernels, rows: list[int]) -> torch.Tensor:
@@ -88,15 +73,17 @@ def run_rows(model: HookedModel, kernels: CpuKernels, rows: list[int]) -> torch.
         return model.forward(ids, torch.arange(6), torch.tensor(rows))
 
 
-def test_only_if_all_logits_are_wanted_in_order(kernels: CpuKernels, lists: list[int]) -> None:
+def test_only_if_all_logits_are_wanted_in_order(
+    kernels: CpuKernels, native_calls: list[int]
+) -> None:
     model = fused("llama", kernels)
-    lists.clear()
+    native_calls.clear()
     everything = run_rows(model, kernels, [0, 1, 2, 3, 4, 5])
-    assert len(lists) == 1
+    assert len(native_calls) == 1
     for rows in ([5], [5, 4, 3, 2, 1, 0], [1, 1, 2, 3, 4, 5]):
-        lists.clear()
+        native_calls.clear()
         assert torch.equal(run_rows(model, kernels, rows), everything[rows])
-        assert lists[1:] == [1, 1]  # the last norm and the output head
+        assert native_calls[1:] == [1, 1]  # the last norm and the output head
 
 
 def test_hooks_are_called(kernels: CpuKernels) -> None:
@@ -124,12 +111,14 @@ def test_what_was_hooked_when_it_was_loaded_proves_nothing(kernels: CpuKernels) 
     handle.remove()
 
 
-def test_not_while_the_models_own_code_is_wanted(kernels: CpuKernels, lists: list[int]) -> None:
+def test_not_while_the_models_own_code_is_wanted(
+    kernels: CpuKernels, native_calls: list[int]
+) -> None:
     model = fused("llama", kernels)
-    lists.clear()
+    native_calls.clear()
     with fusion_of(model).disabled():
         run_rows(model, kernels, list(range(6)))
-    assert lists == []
+    assert native_calls == []
 
 
 def test_weights_that_are_written_to_count(kernels: CpuKernels) -> None:
