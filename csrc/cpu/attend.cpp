@@ -1,6 +1,7 @@
 // Attention over stored codes: decode, chunked prefill and any mixture, by pieces (plan.h) that
 // threads take one by one (attention.h). Compiled once for each instruction set.
 #include "attention.h"
+#include "handout.h"
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -15,23 +16,6 @@ int thread_number() {
 #else
   return 0;
 #endif
-}
-
-// Call work(i, next) for i < count as threads ask, from all threads of a region at once and with one
-// `taken` that begins at 0. A thread knows its next one in advance: `count` if there is none.
-template <class Work>
-void take_ahead(int64_t count, int64_t& taken, Work&& work) {
-  auto take = [&] {
-    int64_t i;
-#pragma omp atomic capture
-    i = taken++;
-    return i < count ? i : count;
-  };
-  for (int64_t i = take(), next; i < count; i = next) {
-    next = take();
-    work(i, next);
-  }
-#pragma omp barrier
 }
 
 // Everything a call writes but its output, laid out in the scratch memory.
@@ -80,16 +64,17 @@ int64_t run(const kv8_attend& attend, int num_threads) {
   };
 
   auto piece = [&](int64_t i) { return i < plan.num_pieces ? pieces[i] : Piece{}; };
-  int64_t taken = 0, taken_first = 0;
+  Handout first_pass, second_pass;
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     Arena arena{scratch.workspaces + scratch.workspace_bytes * thread_number()};
     Workspace<Code> work(arena, rows, *attend.cache, parts);
     if (maxima_first) {
-      take_ahead(plan.num_pieces, taken_first, [&](int64_t i, int64_t next) {
+      take_ahead(first_pass, first_pass.take(), plan.num_pieces, [&](int64_t i, int64_t next) {
         attention.find_maxima(pieces[i], piece(next), work, scratch.piece_maxima + i * rows);
       });
+#pragma omp barrier
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < plan.num_pieces; ++i) {
         const int64_t stride = static_cast<int64_t>(rows) * pieces[i].next_piece;
@@ -102,11 +87,12 @@ int64_t run(const kv8_attend& attend, int num_threads) {
         }
       }
     }
-    take_ahead(plan.num_pieces, taken, [&](int64_t i, int64_t next) {
+    take_ahead(second_pass, second_pass.take(), plan.num_pieces, [&](int64_t i, int64_t next) {
       float* records = pieces[i].num_records == 0 ? nullptr : records_of(pieces[i]);
       attention.attend(pieces[i], piece(next), work, records,
                        maxima_first ? scratch.group_maxima + i * rows : nullptr);
     });
+#pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < plan.num_pieces; ++i) {
       if (pieces[i].num_records > 0 && pieces[i].first_of_group == i)

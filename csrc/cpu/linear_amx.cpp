@@ -8,7 +8,9 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "finish_row.h"
+#include "handout.h"
 #include "simd.h"
 
 namespace kv8::amx {
@@ -28,15 +30,6 @@ bool find_unit() {
   // The kernel gives a process the tiles' state on request (ARCH_REQ_XCOMP_PERM, XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-  TileShapes() {
-    for (int i = 0; i < 8; ++i) row_bytes[i] = 64, rows[i] = kSide;
-  }
-};
 
 // Rows [16 block, ...) of x as tiles: word r of each row, which is a pair of inputs, becomes row r.
 void pack_block(const kv8_linear& l, int64_t num_rows, int64_t block, uint8_t* to) {
@@ -205,27 +198,18 @@ void linear(const kv8_linear& l, int64_t num_rows, int num_threads) {
                  std::min(n + kShare, l.num_outputs)};
   };
   auto ahead = [&](int64_t i) { return i < all ? from(l, share(i).n, share(i).end) : Ahead{}; };
-  int64_t taken = 0;
-  auto take = [&] {
-    int64_t i;
-#pragma omp atomic capture
-    i = taken++;
-    return i;
-  };
-  static const TileShapes shapes;
+  Handout handout;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    _tile_loadconfig(&shapes);
-    int64_t i = take();
-    fetch(ahead(i), l.num_inputs / kInputs);
+    amx::configure();
+    const int64_t own = handout.take();
+    fetch(ahead(own), l.num_inputs / kInputs);
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; ++b) pack_block(l, num_rows, b, packed + b * block_bytes);
-    while (i < all) {
-      const int64_t next = take();
+    take_ahead(handout, own, all, [&](int64_t i, int64_t next) {
       multiply_share(l, packed, num_rows, share(i), ahead(next));
-      i = next;
-    }
-    _tile_release();
+    });
+    amx::release();
   }
 }
 

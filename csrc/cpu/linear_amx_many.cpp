@@ -11,6 +11,7 @@
 #include "activations.h"
 #include "amx.h"
 #include "finish_row.h"
+#include "handout.h"
 #include "linear_amx.h"
 #include "simd.h"
 
@@ -35,7 +36,8 @@ struct Unit {
 // parts; meanwhile its sums wait in memory, as exact as they are in the tiles.
 struct Units {
   const kv8_linear& l;
-  int64_t num_rows, share, steps, unit_steps, panel_rows, shares, items, taken = 0;
+  int64_t num_rows, share, steps, unit_steps, panel_rows, shares, items;
+  Handout handout;
 
   // A thread takes `share` outputs at a time.
   Units(const kv8_linear& l, int64_t num_rows, int64_t share)
@@ -51,9 +53,7 @@ struct Units {
     items = (num_rows + panel_rows - 1) / panel_rows * shares;
   }
   bool first(Unit& unit) {
-    int64_t item;
-#pragma omp atomic capture
-    item = taken++;
+    const int64_t item = handout.take();
     if (item >= items) return false;
     const int64_t row = item / shares * panel_rows, n = item % shares * share;
     unit = {row, std::min(row + panel_rows, num_rows), n, std::min(n + share, l.num_outputs), 0,

@@ -9,6 +9,7 @@
 
 #include "amx.h"
 #include "finish_row.h"
+#include "handout.h"
 
 namespace kv8::amx {
 namespace {
@@ -48,15 +49,11 @@ void linear_one(const kv8_linear& l, int num_threads) {
   amx::Shapes shapes;
   for (int tile = 0; tile < 5; ++tile) shapes.set(tile, 16, tile < 3 ? 1 : 16);
   const int64_t shares = (l.num_outputs + kShare - 1) / kShare;
-  int64_t taken = 0;
+  Handout handout;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
     amx::configure(shapes);
-    while (true) {
-      int64_t i;
-#pragma omp atomic capture
-      i = taken++;
-      if (i >= shares) break;
+    for (int64_t i = handout.take(); i < shares; i = handout.take()) {
       const int64_t end = std::min((i + 1) * kShare, l.num_outputs);
       for (int64_t n = i * kShare; n < end; n += kOutputs) multiply(l, n);
     }

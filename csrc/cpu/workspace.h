@@ -43,6 +43,7 @@ struct Workspace {
         products(arena, rows, cache.head_dim, parts),
         visible(arena.take<KeyRange>(rows)),
         multipliers(arena.take<float>(rows)),
+        // At least four: FewRows writes those of four queries at once.
         dots(arena.take<float>(static_cast<int64_t>(kTile) * max(4, min(rows, Tile::kBlockRows)))),
         part(arena.take<float>(Sums::floats(rows, cache.head_dim))),
         total(arena.take<float>(Sums::floats(rows, cache.head_dim))) {}
