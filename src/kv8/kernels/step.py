@@ -28,7 +28,7 @@ MOST_ROWS: Final = 64
 UNLIMITED: Final = 1 << 30
 # On one, the more inputs there are, the sooner torch's are faster: (inputs, rows up to which native
 # ones are about as fast or faster), measured; with more inputs than these it is `MOST_ROWS`.
-_MOST_ROWS_ON_UNIT: Final = ((1536, UNLIMITED), (2048, 1024), (4096, 128))
+_MOST_ROWS_ON_UNIT: Final = ((2048, UNLIMITED), (4096, 128))
 # There, products of so many rows or more need no scratch: kManyRows of csrc/cpu/linear_amx.h.
 MOST_SCRATCH_ROWS: Final = 192
 

@@ -62,7 +62,7 @@ def test_finishing(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_rows_of_many_inputs(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    """More than the tile unit packs into one panel."""
+    """They go by in parts on the tile unit."""
     weight = whole_numbers(144, 4096, dtype=dtype, seed=1)
     x = whole_numbers(230, 4096, dtype=dtype, seed=2)
     residual = draw(230, 144, dtype=dtype, seed=3)
@@ -94,6 +94,35 @@ def test_many_rows_get_what_few_get(kernels: CpuKernels, outputs: int, inputs: i
                     kernels, x[rows], weight, add, residual=before, multiplier=multiplier
                 )
                 assert_same(many[rows], few)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(4128, 576), (2000, 1056), (16 * 1031, 64), (32, 32 * 1024)]
+)
+def test_threads_share_outputs_and_help_each_other(
+    kernels: CpuKernels, outputs: int, inputs: int
+) -> None:
+    """Weights of more and of less than each thread packs at once; more threads than shares."""
+    weight = whole_numbers(outputs, inputs, dtype=torch.bfloat16, seed=1)
+    x = whole_numbers(545, inputs, dtype=torch.bfloat16, seed=2)
+    scratch = torch.empty(scratch_size(545, inputs))
+    expected = (x.float() @ weight.float().T).bfloat16()
+    for threads in (1, 2, 3, 8):
+        with framed(545, outputs, torch.bfloat16) as out:
+            run(kernels, linear_struct(weight, None, x, out, scratch), 545, threads=threads)
+            assert_same(out, expected)
+
+
+def test_subnormal_products_of_many_rows_are_not_lost(kernels: CpuKernels) -> None:
+    """A conversion that takes them for zero stands in for exact rounding where there are none."""
+    smallest = torch.finfo(torch.bfloat16).smallest_normal
+    x = torch.zeros(200, 32, dtype=torch.bfloat16)
+    x[:, 0] = torch.linspace(-2, 2, 200).bfloat16()
+    weight = torch.zeros(48, 32, dtype=torch.bfloat16)
+    weight[:, 0] = 1
+    bias = torch.full((48,), smallest / 2, dtype=torch.bfloat16)
+    weight[::3, 0], bias[1::3] = 0, 0
+    assert_same(multiply(kernels, x, weight, bias), finished(x, weight, bias, None, 1.0))
 
 
 @pytest.mark.parametrize("num_rows", [50, 203, 519])

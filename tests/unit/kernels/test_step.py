@@ -87,8 +87,8 @@ def test_the_more_inputs_the_sooner_products_are_left_to_torch(kernels: CpuKerne
     if not kernels.has_matrix_unit:
         assert {most(inputs) for inputs in (32, 4096)} == {MOST_ROWS}
         return
-    limits = [most(inputs) for inputs in (32, 1536, 1568, 2048, 4096, 4128, 14336)]
-    assert limits == [UNLIMITED, UNLIMITED, 1024, 1024, 128, MOST_ROWS, MOST_ROWS]
+    limits = [most(inputs) for inputs in (32, 2048, 2080, 4096, 4128, 14336)]
+    assert limits == [UNLIMITED, UNLIMITED, 128, 128, MOST_ROWS, MOST_ROWS]
     # What the unit does not take.
     assert most(64, outputs=40) == most(48) == most(64, dtype=torch.float32) == MOST_ROWS
 
