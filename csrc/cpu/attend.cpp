@@ -79,7 +79,7 @@ int64_t run(const kv8_attend& attend, int num_threads) {
       for (int64_t i = 0; i < plan.num_pieces; ++i) {
         const int64_t stride = static_cast<int64_t>(rows) * pieces[i].next_piece;
         const float* of_pieces = scratch.piece_maxima + pieces[i].first_of_group * rows;
-        for (int r = 0; r < attention.num_rows(pieces[i]); ++r) {
+        for (int r = 0; r < plan.num_rows(pieces[i]); ++r) {
           float largest = kNoMaximum;
           for (int j = 0; j < pieces[i].num_pieces; ++j)
             if (of_pieces[j * stride + r] > largest) largest = of_pieces[j * stride + r];

@@ -22,7 +22,8 @@ class Attention {
                            ? Rounding::kBFloat16
                            : Rounding::kNone;
     logits_.cap = attend.softcap * kLog2E;
-    for (int d = 0; d < head_dim_; ++d) lanes_[d] = Products<Code>::lane_of(d);
+    order_values(static_cast<Format>(attend.output.dtype), head_dim_, Products<Code>::lane_of,
+                 lanes_);
   }
 
   // As many as the query's type has digits for, which is the output's, too; what was rounded to e4m3
@@ -40,7 +41,7 @@ class Attention {
   // else finished to the output. `maxima` [R] are the rows' known maxima, or null.
   void attend(const Piece& piece, const Piece& next_piece, Workspace<Code>& work, float* records,
               const float* maxima) const {
-    const int rows = num_rows(piece);
+    const int rows = plan_.num_rows(piece);
     const bool alone = records == nullptr;
     pack_queries(piece, work);
     Sums part(alone ? work.part : records, rows, head_dim_);
@@ -75,17 +76,19 @@ class Attention {
   // The maxima of a piece's rows over its keys, whole numbers; [R].
   void find_maxima(const Piece& piece, const Piece& next_piece, Workspace<Code>& work,
                    float* maxima) const {
-    const int rows = num_rows(piece);
+    const int rows = plan_.num_rows(piece);
     pack_queries(piece, work);
     for (int r = 0; r < rows; ++r) maxima[r] = kNoMaximum;
     walk_.for_tiles(piece, next_piece, work.fetch, [&](const Tile& tile) {
       work.products.load_keys(tile.rows, work.fetch);
-      for_blocks(tile.head * rows_of_head(piece), rows_of_head(piece), [&](int start, int count) {
+      const int of_head = plan_.rows_of_head(piece);
+      for_blocks(tile.head * of_head, of_head, [&](int start, int count) {
+        if (sees_none(work.visible + start, count, tile)) return;
         work.products.multiply_keys(start, count, work.dots);
         const bool as_they_are = plain(work, start, count, tile);
         for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 vector) {
           float largest[kLanes];
-          store(largest, vector);
+          store(largest, ceiling(vector));
           for (int i = 0; i < some; ++i)
             if (largest[i] > maxima[r + i]) maxima[r + i] = largest[i];
         });
@@ -95,7 +98,7 @@ class Attention {
 
   // Merge the records of a group in the order of their keys, and write the output.
   void finish_group(const Piece& first, float* records, Workspace<Code>& work) const {
-    const int rows = num_rows(first);
+    const int rows = plan_.num_rows(first);
     const Sums total(work.total, rows, head_dim_);
     total.clear(rows, head_dim_);
     for (int i = 0; i < first.num_records; ++i)
@@ -104,29 +107,8 @@ class Attention {
   }
 
   int64_t record_floats() const { return (Sums::floats(plan_.max_rows, head_dim_) + 15) / 16 * 16; }
-  int num_rows(const Piece& piece) const { return piece.num_kv_heads * rows_of_head(piece); }
 
  private:
-  int rows_of_head(const Piece& piece) const { return piece.num_tokens * plan_.queries_per_kv; }
-
-  // Row r of a piece: KV head by KV head, token by token, query head by query head.
-  int kv_head(const Piece& piece, int r) const { return piece.kv_head + r / rows_of_head(piece); }
-  int token(const Piece& piece, int r) const {
-    return piece.first_token + r % rows_of_head(piece) / plan_.queries_per_kv;
-  }
-  int64_t token_row(const Piece& piece, int r) const {
-    return a_.query_starts[piece.sequence] + token(piece, r);
-  }
-  int head(const Piece& piece, int r) const {
-    return kv_head(piece, r) * plan_.queries_per_kv + r % plan_.queries_per_kv;
-  }
-
-  // Keys of a tile that a row sees, counted from the tile's first.
-  static KeyRange visible_in(const KeyRange& row, const Tile& tile) {
-    return {max(row.first - tile.first_key, tile.rows.first),
-            min(row.end - tile.first_key, tile.rows.end)};
-  }
-
   void start_sums(const Workspace<Code>& work, const Sums& sums, int rows,
                   const float* maxima) const {
     if (work.products.overwrites()) sums.clear_weights(rows);
@@ -139,28 +121,23 @@ class Attention {
 
   // Note what a piece's rows see, and widen its queries, rounded to e4m3 codes in FP8 attention.
   void pack_queries(const Piece& piece, Workspace<Code>& work) const {
-    work.products.begin(rows_of_head(piece), piece.num_tokens == 1);
-    for (int r = 0; r < num_rows(piece); ++r) {
-      const int h = head(piece, r), position = plan_.position(piece.sequence, token(piece, r));
+    work.products.begin(plan_.rows_of_head(piece), piece.num_tokens == 1);
+    plan_.for_rows(piece, [&](int r, int kv_head, int token, int head) {
+      const int position = plan_.position(piece.sequence, token);
       work.visible[r] = {plan_.first_visible(position), position + 1};
-      const uint8_t* row = static_cast<const uint8_t*>(a_.query.data) +
-                           token_row(piece, r) * a_.query.token_stride + h * a_.query.head_stride;
       float multiplier = a_.softmax_scale;
-      if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[kv_head(piece, r)];
-      if (a_.q_scale != nullptr) multiplier *= a_.q_scale[h];
+      if (cache_.k_scale != nullptr) multiplier *= cache_.k_scale[kv_head];
+      if (a_.q_scale != nullptr) multiplier *= a_.q_scale[head];
       work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
-      if constexpr (Products<Code>::kTakesParts) {
-        if (logits_.rounding == Rounding::kBFloat16) {
-          work.products.copy_query(r, row);
-          continue;
-        }
-      }
+      const uint8_t* row = row_of(a_.query, piece, token, head);
+      if constexpr (Products<Code>::kTakesParts)
+        if (logits_.rounding == Rounding::kBFloat16) return work.products.copy_query(r, row);
       float out[kMaxHeadDim];
       widen_row(row, out);
       for (int d = 0; d < head_dim_ && a_.q_scale != nullptr; ++d)
-        out[d] = E4M3::decode(E4M3::encode_saturating(out[d] / a_.q_scale[h]));
+        out[d] = E4M3::decode(E4M3::encode_saturating(out[d] / a_.q_scale[head]));
       work.products.set_query(r, out);
-    }
+    });
   }
 
   void widen_row(const uint8_t* row, float* out) const {
@@ -182,15 +159,16 @@ class Attention {
   }
 
   // Whether logits of rows start <= r < start + count are their dot products times multipliers and
-  // nothing else: later rows see later keys.
+  // nothing else.
   bool plain(const Workspace<Code>& work, int start, int count, const Tile& tile) const {
-    return logits_.cap == 0.0f && visible_in(work.visible[start], tile).end >= kTile &&
+    return logits_.cap == 0.0f && a_.softmax_scale > 0.0f &&
+           visible_in(work.visible[start], tile).end >= kTile &&
            visible_in(work.visible[start + count - 1], tile).first <= 0;
   }
 
-  // Find the largest logits of rows start <= r < start + count, rounded up, and call work(first row,
-  // how many, their maxima) for each vector of rows, so that they need not wait for each other.
-  // Unless they are plain, the logits replace the dot products.
+  // Find the largest logits of rows start <= r < start + count, and call work(first row, how many,
+  // their maxima) for each vector of rows, so that they need not wait for each other. Unless they
+  // are plain, the logits replace the dot products.
   template <class Work>
   void for_maxima(Workspace<Code>& work, int start, int count, const Tile& tile, bool plain,
                   Work&& each) const {
@@ -200,13 +178,18 @@ class Attention {
       for (int i = 0; i < some; ++i) {
         const int r = start + first + i;
         float* dots = work.dots + (first + i) * kTile;
+        if (plain) {
+          largest[i] = largest_of(dots);
+          continue;
+        }
         TileOfWeights x;
-        largest[i] = plain ? times(dots, work.multipliers[r], x)
-                           : logits_of(work, r, first + i, tile, x);
-        for (int j = 0; !plain && j < kTile / kLanes; ++j) store(dots + j * kLanes, x[j]);
+        largest[i] = logits_of(work, r, first + i, tile, x);
+        for (int j = 0; j < kTile / kLanes; ++j) store(dots + j * kLanes, x[j]);
       }
       for (int i = some; i < kLanes; ++i) largest[i] = splat(kNoMaximum);
-      each(start + first, some, ceiling(row_maxima(largest)));
+      F32 maxima = row_maxima(largest);
+      if (plain) maxima = maxima * load(work.multipliers + start + first);
+      each(start + first, some, maxima);
     }
   }
 
@@ -216,11 +199,17 @@ class Attention {
     auto visible = [&](int r) { return visible_in(work.visible[r], tile); };
     const bool fresh = tile.first_key % kSplit == 0 || tile.first_key <= piece.first_key;
     work.products.load_keys(tile.rows, work.fetch);
-    const int first = tile.head * rows_of_head(piece);
-    for_blocks(first, rows_of_head(piece), [&](int start, int count) {
+    const int first = tile.head * plan_.rows_of_head(piece);
+    bool loaded = false;
+    for_blocks(first, plan_.rows_of_head(piece), [&](int start, int count) {
+      if (sees_none(work.visible + start, count, tile)) {
+        if (fresh && work.products.overwrites()) sums.clear_values(start, count, head_dim_);
+        return;
+      }
       work.products.multiply_keys(start, count, work.dots);
       // Here, because a matrix unit multiplies meanwhile.
-      if (start == first) work.products.load_values(tile.rows, work.fetch);
+      if (!loaded) work.products.load_values(tile.rows, work.fetch);
+      loaded = true;
       with_rounding(logits_.rounding, [&](auto rounding) {
         if (count <= 4) weigh_few<rounding>(work, start, count, tile, sums);
         else weigh<rounding>(work, start, count, tile, sums);
@@ -233,13 +222,14 @@ class Attention {
   template <Rounding kRounding>
   void weigh(Workspace<Code>& work, int start, int count, const Tile& tile, const Sums& sums) const {
     const bool as_they_are = plain(work, start, count, tile);
-    for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 maxima) {
+    for_maxima(work, start, count, tile, as_they_are, [&](int r, int some, F32 largest) {
+      const F32 maxima = next_maximum<kRounding>(largest);
       if (any_greater(maxima, load(sums.maxima + r))) raise_some(sums, r, some, head_dim_, maxima);
     });
     for (int i = 0; i < count; ++i) {
       const int r = start + i;
       TileOfWeights x;
-      (void)times(work.dots + i * kTile, as_they_are ? work.multipliers[r] : 1.0f, x);
+      times(work.dots + i * kTile, as_they_are ? work.multipliers[r] : 1.0f, x);
       soften<kRounding>(sums, r, x);
       work.products.set_weights(i, x);
       work.products.prefetch_next(r, sums.values);
@@ -252,8 +242,9 @@ class Attention {
                  const Sums& sums) const {
     for (int i = 0; i < count; ++i) {
       TileOfWeights x;
-      const float largest =
-          __builtin_ceilf(reduce_max(logits_of(work, start + i, i, tile, x)));
+      const float logit = reduce_max(logits_of(work, start + i, i, tile, x));
+      constexpr float kStep = kMaximumStep<kRounding>;
+      const float largest = kStep * __builtin_ceilf(logit / kStep);
       if (largest > sums.maxima[start + i]) raise(sums, start + i, head_dim_, largest);
       soften<kRounding>(sums, start + i, x);
       work.products.set_weights(i, x);
@@ -270,21 +261,26 @@ class Attention {
   // Divide by the softmax's denominator, put values in order, and write them.
   void finish(const Piece& piece, const Sums& sums) const {
     float weights[kLanes];
-    for (int r = 0; r < num_rows(piece); ++r) {
-      if (r % kLanes == 0) store(weights, row_sums(sums.weights + r * kLanes, num_rows(piece) - r));
-      const int h = head(piece, r);
+    const int rows = plan_.num_rows(piece);
+    plan_.for_rows(piece, [&](int r, int kv_head, int token, int head) {
+      if (r % kLanes == 0) store(weights, row_sums(sums.weights + r * kLanes, rows - r));
       float weight = weights[r % kLanes];
-      if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[h] * kLog2E - sums.maxima[r]);
+      if (a_.sinks != nullptr) weight += __builtin_exp2f(a_.sinks[head] * kLog2E - sums.maxima[r]);
       if (logits_.rounding == Rounding::kE4M3) weight *= kWeightSteps;
-      const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[kv_head(piece, r)];
+      const float v_scale = cache_.v_scale == nullptr ? 1.0f : cache_.v_scale[kv_head];
       const float* row = sums.values + static_cast<int64_t>(r) * padded(head_dim_);
       float values[kMaxHeadDim];
       for (int i = 0; i < padded(head_dim_); i += kLanes)
         store(values + i, load(row + i) / splat(weight) * splat(v_scale));
       write_values(values, lanes_, head_dim_, static_cast<Format>(a_.output.dtype),
-                   static_cast<uint8_t*>(a_.output.data) +
-                       token_row(piece, r) * a_.output.token_stride + h * a_.output.head_stride);
-    }
+                   row_of(a_.output, piece, token, head));
+    });
+  }
+
+  // Where a token's query or output lies.
+  uint8_t* row_of(const kv8_rows& rows, const Piece& piece, int token, int head) const {
+    const int64_t row = a_.query_starts[piece.sequence] + token;
+    return static_cast<uint8_t*>(rows.data) + row * rows.token_stride + head * rows.head_stride;
   }
 
   const kv8_attend& a_;
@@ -293,7 +289,7 @@ class Attention {
   const int head_dim_;
   const Walk walk_;
   Logits logits_;
-  int32_t lanes_[kMaxHeadDim] = {};  // where the values of a row of sums lie
+  int32_t lanes_[kMaxHeadDim] = {};  // where the values of a row of sums lie: write_values.h
 };
 
 }  // namespace kv8::KV8_ISA

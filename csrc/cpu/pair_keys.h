@@ -54,8 +54,8 @@ struct PairOrder {
   // The same of a row of bfloat16: its words are pairs already, or halves of two neighbours are.
   void copy_query(const uint8_t* from, uint32_t* row) const {
     const int count = head_dim / 2;
-    std::memcpy(row, from, static_cast<size_t>(count) * sizeof(uint32_t));
-    std::memset(row + count, 0, static_cast<size_t>(pairs - count) * sizeof(uint32_t));
+    for (int word = 0; word < pairs; word += kLanes)
+      store_words(row + word, load_some(from + 4 * word, count - word));
     if (kPairs == 1) return;
     uint32_t halves[kMaxHeadDim / 2];
     std::memcpy(halves, row, static_cast<size_t>(count) * sizeof(uint32_t));

@@ -83,6 +83,21 @@ struct Plan {
     splits_per_piece = even < 1 ? 1 : even > kMostSplits ? kMostSplits : static_cast<int>(even);
   }
 
+  // Rows of a piece: KV head by KV head, token by token, query head by query head.
+  int rows_of_head(const Piece& piece) const { return piece.num_tokens * queries_per_kv; }
+  int num_rows(const Piece& piece) const { return piece.num_kv_heads * rows_of_head(piece); }
+
+  // Call work(row, KV head, token, query head) for each.
+  template <class Work>
+  void for_rows(const Piece& piece, Work&& work) const {
+    const int end_head = piece.kv_head + piece.num_kv_heads;
+    int r = 0;
+    for (int kv_head = piece.kv_head; kv_head < end_head; ++kv_head)
+      for (int token = piece.first_token; token < piece.first_token + piece.num_tokens; ++token)
+        for (int i = 0; i < queries_per_kv; ++i)
+          work(r++, kv_head, token, kv_head * queries_per_kv + i);
+  }
+
   // Of all sequences and KV heads.
   int64_t num_blocks() const {
     int64_t blocks = 0;

@@ -87,17 +87,16 @@ KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
   return select(counts, x * float_of(biased << 23), splat(0.0f));
 }
 
-KV8_INLINE F32 round_to_whole(F32 x) {
+KV8_INLINE F32 floor(F32 x) {
   // Numbers this large are whole; adding one drops the fraction of smaller ones.
   const F32 large = splat(12582912.0f);  // 1.5 * 2**23
   const I32 small = (x < 4194304.0f) & (x > -4194304.0f);
-  return select(small, (x + large) - large, x);
+  const F32 nearest = (x + large) - large;
+  return select(small, nearest - select(nearest > x, splat(1.0f), splat(0.0f)), x);
 }
 
-KV8_INLINE F32 fraction(F32 x, F32& whole) {
-  whole = round_to_whole(x);
-  return x - whole;
-}
+KV8_INLINE F32 fraction(F32 x) { return x - floor(x); }
+KV8_INLINE F32 scale_by_difference(F32 p, F32 x, F32 m) { return scale_by_power(p, floor(x) - m); }
 
 KV8_INLINE void load_transposed(const uint8_t* const* p, int words, U32 (&r)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) {

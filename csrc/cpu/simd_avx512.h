@@ -16,17 +16,20 @@ KV8_INLINE U32 splat_word(uint32_t x) { return _mm512_set1_epi32(static_cast<int
 KV8_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 KV8_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 KV8_INLINE float reduce_max(F32 x) { return _mm512_reduce_max_ps(x); }
-KV8_INLINE F32 round_to_whole(F32 x) { return _mm512_roundscale_ps(x, 8); }
 
-// What x has beyond the nearest whole number, and that number; infinite if x is.
-KV8_INLINE F32 fraction(F32 x, F32& whole) {
-  const F32 rest = _mm512_reduce_ps(x, 8);
-  whole = x - rest;
-  return rest;
-}
+// What x has beyond the largest whole number not above it.
+KV8_INLINE F32 fraction(F32 x) { return _mm512_reduce_ps(x, 9); }
 
 // x * 2**e for whole numbers e; zero from 2**-100 down, so that nothing gets to be subnormal.
 KV8_INLINE F32 scale_by_power(F32 x, F32 e) {
+  const __mmask16 counts = _mm512_cmp_ps_mask(e, splat(-100.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(counts, x, e);
+}
+
+// x * 2**e for the largest whole e not above a - m, where m is whole; zero from 2**-100 down.
+KV8_INLINE F32 scale_by_difference(F32 x, F32 a, F32 m) {
+  // Rounded down, so that it does not get to the next whole number; scalef leaves out fractions.
+  const F32 e = _mm512_sub_round_ps(a, m, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   const __mmask16 counts = _mm512_cmp_ps_mask(e, splat(-100.0f), _CMP_NLT_UQ);
   return _mm512_maskz_scalef_ps(counts, x, e);
 }
@@ -56,6 +59,10 @@ KV8_INLINE void store_bytes(void* p, U32 x, int64_t bytes) {
 
 KV8_INLINE U32 bits_of(F32 x) { return _mm512_castps_si512(x); }
 KV8_INLINE F32 float_of(U32 x) { return _mm512_castsi512_ps(x); }
+
+KV8_INLINE F32 lookup(const float* table, U32 index) {
+  return _mm512_i32gather_ps(index, table, 4);
+}
 
 // Word j of r[i] becomes word i of r[j].
 KV8_INLINE void transpose(U32 (&r)[kLanes]) {

@@ -46,9 +46,12 @@ struct Sums {
         maxima(weights + static_cast<int64_t>(padded_rows(rows)) * kLanes) {}
 
   void clear(int rows, int head_dim) const {
-    const size_t count = static_cast<size_t>(padded_rows(rows));
-    std::memset(values, 0, count * padded(head_dim) * sizeof(float));
+    clear_values(0, padded_rows(rows), head_dim);
     clear_weights(rows);
+  }
+  void clear_values(int first, int rows, int head_dim) const {
+    const int64_t width = padded(head_dim);
+    std::memset(values + first * width, 0, static_cast<size_t>(rows * width) * sizeof(float));
   }
   void clear_weights(int rows) const {
     std::memset(weights, 0, static_cast<size_t>(padded_rows(rows)) * kLanes * sizeof(float));
@@ -124,12 +127,16 @@ KV8_INLINE void with_rounding(Rounding rounding, Work&& work) {
 
 using TileOfWeights = F32[kTile / kLanes];  // of one row
 
-// A row's dot products over a tile times `multiplier`. Returns the largest.
-KV8_INLINE F32 times(const float* dots, float multiplier, TileOfWeights& x) {
-  for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(dots + i * kLanes) * splat(multiplier);
+// The largest lanes of a row's dot products over a tile.
+KV8_INLINE F32 largest_of(const float* dots) {
   F32 largest = splat(kNoMaximum);
-  for (int i = 0; i < kTile / kLanes; ++i) largest = max(x[i], largest);
+  for (int i = 0; i < kTile / kLanes; ++i) largest = max(load(dots + i * kLanes), largest);
   return largest;
+}
+
+// A row's dot products over a tile times `multiplier`.
+KV8_INLINE void times(const float* dots, float multiplier, TileOfWeights& x) {
+  for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(dots + i * kLanes) * splat(multiplier);
 }
 
 // Turn a row's dot products over a tile into logits. Keys outside `visible` are hidden. Returns the
@@ -169,6 +176,17 @@ KV8_INLINE F32 round_to_e4m3(F32 x) {
       max(float_of(bits_of(x) & splat_word(0x7f800000u)), splat(0x1p-6f));
   const F32 grid = power * splat(0x1.8p20f);
   return (x + grid) - grid;
+}
+
+// Running maxima are multiples of this, so that they seldom have to be raised. FP8 attention's are
+// known before; its codes want the smallest.
+template <Rounding kRounding>
+constexpr float kMaximumStep = kRounding == Rounding::kE4M3 ? 1.0f : 8.0f;
+
+template <Rounding kRounding>
+KV8_INLINE F32 next_maximum(F32 x) {
+  constexpr float kStep = kMaximumStep<kRounding>;
+  return ceiling(x * splat(1.0f / kStep)) * splat(kStep);
 }
 
 // Turn row r's logits into softmax weights, and add them up. Those that are rounded to bfloat16

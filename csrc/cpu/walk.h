@@ -12,6 +12,18 @@ struct Tile {
   TileRows rows;
 };
 
+// Keys of a tile that a row sees, counted from the tile's first.
+inline KeyRange visible_in(const KeyRange& row, const Tile& tile) {
+  return {max(row.first - tile.first_key, tile.rows.first),
+          min(row.end - tile.first_key, tile.rows.end)};
+}
+
+// Whether none of these rows, of which later ones see later keys, sees one.
+inline bool sees_none(const KeyRange* rows, int count, const Tile& tile) {
+  return visible_in(rows[count - 1], tile).end <= tile.rows.first ||
+         visible_in(rows[0], tile).first >= tile.rows.end;
+}
+
 class Walk {
  public:
   Walk(const kv8_attend& attend, int row_bytes)

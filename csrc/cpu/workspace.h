@@ -42,7 +42,7 @@ struct Workspace {
       : fetch(cache, row_bytes(cache)),
         products(arena, rows, cache.head_dim, parts),
         visible(arena.take<KeyRange>(rows)),
-        multipliers(arena.take<float>(rows)),
+        multipliers(arena.take<float>(rows + kLanes)),  // read in whole vectors
         // At least four: FewRows writes those of four queries at once.
         dots(arena.take<float>(static_cast<int64_t>(kTile) * max(4, min(rows, Tile::kBlockRows)))),
         part(arena.take<float>(Sums::floats(rows, cache.head_dim))),

@@ -5,21 +5,30 @@
 
 namespace kv8::KV8_ISA {
 
-// Value d is values[lanes[d]]; lanes beyond the last is any.
+// How many values a word of an output holds.
+inline int values_of_word(Format dtype) { return dtype == Format::kFloat32 ? 1 : 2; }
+
+// Where the values of each vector of an output's words are found, if value d is in lane_of(d): first
+// the first ones of all words, then the second ones. Beyond the last value, any.
+template <class LaneOf>
+void order_values(Format dtype, int head_dim, LaneOf&& lane_of, int32_t* lanes) {
+  const int count = values_of_word(dtype);
+  for (int d = 0; d < head_dim; ++d) {
+    const int word = d / count;
+    lanes[(word / kLanes * count + d % count) * kLanes + word % kLanes] = lane_of(d);
+  }
+}
+
 template <class To>
 void write_values_as(const float* values, const int32_t* lanes, int head_dim, uint8_t* out) {
-  constexpr int kCodes = To::kCodesPerWord;
+  constexpr int kCount = To::kCodesPerWord;
   const Round<To> round;
-  for (int d = 0; d < head_dim; d += kCodes * kLanes, out += 4 * kLanes) {
-    alignas(64) float parts[kCodes][kLanes];
-    F32 codes[kCodes];
-    for (int i = 0; i < kCodes; ++i) {
-      for (int j = 0; j < kLanes; ++j) parts[i][j] = values[lanes[d + j * kCodes + i]];
-      codes[i] = load(parts[i]);
-    }
+  for (int d = 0; d < head_dim; d += kCount * kLanes, out += 4 * kLanes) {
+    F32 parts[kCount];
+    for (int i = 0; i < kCount; ++i) parts[i] = lookup(values, load_words(lanes + d + i * kLanes));
     const int64_t bytes = (head_dim - d) * static_cast<int64_t>(sizeof(typename To::Code));
-    if (bytes >= 4 * kLanes) store_words(out, round.words(codes));
-    else store_bytes(out, round.words(codes), bytes);
+    if (bytes >= 4 * kLanes) store_words(out, round.words(parts));
+    else store_bytes(out, round.words(parts), bytes);
   }
 }
 
