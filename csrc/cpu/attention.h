@@ -109,6 +109,8 @@ class Attention {
   int64_t record_floats() const { return (Sums::floats(plan_.max_rows, head_dim_) + 15) / 16 * 16; }
 
  private:
+  static constexpr int kTokensAhead = 8;  // whose queries are fetched while others are packed
+
   void start_sums(const Workspace<Code>& work, const Sums& sums, int rows,
                   const float* maxima) const {
     if (work.products.overwrites()) sums.clear_weights(rows);
@@ -130,6 +132,7 @@ class Attention {
       if (a_.q_scale != nullptr) multiplier *= a_.q_scale[head];
       work.multipliers[r] = a_.softcap != 0.0f ? multiplier / a_.softcap : multiplier * kLog2E;
       const uint8_t* row = row_of(a_.query, piece, token, head);
+      prefetch_near(row + kTokensAhead * a_.query.token_stride);
       if constexpr (Products<Code>::kTakesParts)
         if (logits_.rounding == Rounding::kBFloat16) return work.products.copy_query(r, row);
       float out[kMaxHeadDim];

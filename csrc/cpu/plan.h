@@ -12,7 +12,7 @@
 namespace kv8::KV8_ISA {
 
 constexpr int kMostSplits = 4;   // of a piece, where a sequence has several
-constexpr int kBlockRows = 384;  // rows that share one widened tile of keys and values
+constexpr int kBlockRows = 768;  // rows that share one widened tile of keys and values
 constexpr int kFewestBlockRows = 192;  // where there are too few blocks for the threads
 constexpr int kFewRows = 16;     // rows of a head so few that reading its keys is the work
 
@@ -71,9 +71,10 @@ struct Plan {
   // block's heads lie side by side; where there is enough to do besides, one thread reads them all
   // tile by tile, so that memory is read in long runs.
   void fit(int num_threads) {
-    block_tokens = max(kBlockRows / queries_per_kv, 1);
-    if (num_blocks() < 8 * static_cast<int64_t>(num_threads))
-      block_tokens = max(kFewestBlockRows / queries_per_kv, 1);
+    for (int rows = kBlockRows; rows >= kFewestBlockRows; rows /= 2) {
+      block_tokens = max(rows / queries_per_kv, 1);
+      if (num_blocks() >= 8 * static_cast<int64_t>(num_threads)) break;
+    }
     int64_t splits = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s)
       if (num_new(s) <= block_tokens) splits += attend.context_lens[s] / kSplit + 1;
