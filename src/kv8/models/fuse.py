@@ -126,7 +126,7 @@ def _fuse_layers(
         )
         layer = FusedLayer(operations, workspace)
         fusion.replace(candidate.layer, layer.forward)
-        fusion.most_native = min(fusion.most_native, layer.most_native)
+        fusion.most_native = min(fusion.most_native, operations.most_native)
         fused.append(_Fused(layer, probe))
         known_mlp = bool(candidate.parts.gate_up)
         for module in candidate.layer.modules():
@@ -151,7 +151,7 @@ def _chain_layers(layers: Sequence[_Fused], kernels: CpuKernels) -> list[LayerCh
     """Let layers compute at once of which each is called with what the one before it returned."""
     runs: list[list[_Fused]] = []
     for fused in layers:
-        if not fused.layer.few.whole:
+        if not fused.layer.native.whole:
             continue
         if runs and fused.probe.x is runs[-1][-1].probe.output:
             runs[-1].append(fused)
@@ -159,7 +159,7 @@ def _chain_layers(layers: Sequence[_Fused], kernels: CpuKernels) -> list[LayerCh
             runs.append([fused])
     chains = []
     for run in runs:
-        chains.append(LayerChain([fused.layer.few for fused in run], kernels))
+        chains.append(LayerChain([fused.layer.native for fused in run], kernels))
         for index, fused in enumerate(run):
             fused.layer.join(chains[-1], index)
     return chains

@@ -4,14 +4,7 @@ import torch
 from torch import nn
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import (
-    MOST_ROWS,
-    MOST_SCRATCH_ROWS,
-    linear_struct,
-    most_rows,
-    norm_struct,
-    run_one,
-)
+from kv8.kernels.step import linear_struct, most_rows, norm_struct, run_one
 from kv8.models.decoder_parts import Norm
 from kv8.models.torch_product import torch_product
 from kv8.models.workspace import Workspace
@@ -41,8 +34,7 @@ class FusedLinear:
         if num_rows > self.most_native:
             torch_product(rows, weight, bias, out)
             return out.view(*x.shape[:-1], -1)
-        most = MOST_ROWS if num_rows <= MOST_ROWS else MOST_SCRATCH_ROWS
-        scratch = self._workspace.scratch(rows.shape[1], most)
+        scratch = self._workspace.scratch(rows.shape[1], num_rows)
         operation = linear_struct(weight, bias, rows, out, scratch)
         run_one(self._kernels, operation, num_rows)
         return out.view(*x.shape[:-1], -1)

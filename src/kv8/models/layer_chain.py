@@ -16,11 +16,11 @@ from kv8.attention.layer import LayerAttention
 from kv8.errors import EngineError, KV8Error
 from kv8.formats.base import FORMATS
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import MOST_ROWS, OperationList
+from kv8.kernels.step import OperationList
 from kv8.kernels.step_structs import Operation
-from kv8.models.few_rows import FewRows
 from kv8.models.hook import HookedModel
 from kv8.models.interface import BoundStep, open_step
+from kv8.models.native_rows import NativeRows
 from kv8.models.probe import probe_batch, probe_layer, probe_sequences
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LayerChain:
     """Fused layers, each of which is called with what the one before it returned.
 
     Args:
-        layers: computed wholly by native operations (`FewRows.whole`).
+        layers: computed wholly by native operations (`NativeRows.whole`).
         kernels: the native operations.
 
     Attributes:
@@ -40,19 +40,31 @@ class LayerChain:
         operations: of all layers.
     """
 
-    def __init__(self, layers: Sequence[FewRows], kernels: CpuKernels) -> None:
+    def __init__(self, layers: Sequence[NativeRows], kernels: CpuKernels) -> None:
         self.enabled = True
-        self._layers = layers
-        self._attentions = [layer.describe_attention() for layer in layers]
-        operations: list[Operation] = []
-        for layer, attention in zip(layers, self._attentions, strict=True):
-            before, after = layer.operations
-            operations += [*before, attention.store, attention.attend, *after]
-        self.operations = tuple(operations)
-        self._list = OperationList(kernels, operations)
+        self._layers, self._kernels = layers, kernels
+        self._most_rows = min(layer.most_rows for layer in layers)
+        self._describe()
         self._given: tuple[torch.Tensor, ...] = ()  # what the noted operations read
         self._output: torch.Tensor | None = None  # of the chain, while its layers are noted
         self._next = 0
+
+    def _describe(self) -> None:
+        self._capacity = self._layers[0].space.capacity
+        self._attentions = [layer.describe_attention() for layer in self._layers]
+        operations: list[Operation] = []
+        for layer, attention in zip(self._layers, self._attentions, strict=True):
+            before, after = layer.operations
+            operations += [*before, attention.store, attention.attend, *after]
+        self.operations = tuple(operations)
+        self._list = OperationList(self._kernels, operations)
+
+    def reserve(self, num_rows: int) -> None:
+        """Have room for so many rows; `operations` may be others then."""
+        for layer in self._layers:
+            layer.reserve(num_rows)
+        if self._capacity != self._layers[0].space.capacity:
+            self._describe()
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -73,6 +85,7 @@ class LayerChain:
             self._output = None
             if not self.takes(step, hidden_states.shape[1]):
                 return None
+            self.reserve(hidden_states.shape[1])
             x = hidden_states.contiguous()
             self._output = torch.full_like(x, torch.nan)
             self._given = (x,)
@@ -92,14 +105,15 @@ class LayerChain:
             self._given += tuple(cos_sin)
         self._next = index + 1
         if self._next == len(self._layers):
-            self.run(self._list, step, output.shape[1])
+            self.run(step, output.shape[1])
             self._output, self._given = None, ()
         return output
 
     def takes(self, step: BoundStep, num_rows: int) -> bool:
         """Whether the layers are computed at once for T = ``num_rows`` rows of this step."""
         # A backend that is more than `CpuBackend` wants to be asked.
-        return self.enabled and 0 < num_rows <= MOST_ROWS and type(step.backend) is CpuBackend
+        fast = 0 < num_rows <= self._most_rows
+        return self.enabled and fast and type(step.backend) is CpuBackend
 
     def place(
         self,
@@ -121,11 +135,11 @@ class LayerChain:
         backend.prepare(self._attentions[index], step.layers[number], step.batch)
         step.attended.add(number)
 
-    def run(self, operations: OperationList, step: BoundStep, num_rows: int) -> None:
-        """Run a list in which the chain's operations are."""
+    def run(self, step: BoundStep, num_rows: int, operations: OperationList | None = None) -> None:
+        """Run the chain, or a list in which its operations are."""
         backend = step.backend
         assert isinstance(backend, CpuBackend)
-        operations.run(
+        (operations or self._list).run(
             num_rows,
             torch.get_num_threads(),
             lambda needed: backend.give_scratch(self._attentions, needed),

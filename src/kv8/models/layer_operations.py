@@ -7,7 +7,7 @@ import torch
 
 from kv8.attention.backend import AttentionCall
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import norm_struct, rotary_struct
+from kv8.kernels.step import most_rows, norm_struct, rotary_struct
 from kv8.kernels.step_structs import NormStruct, RotaryStruct
 from kv8.models.decoder_parts import DecoderParts, Norm
 from kv8.models.interface import LayerBinding, store_and_attend
@@ -29,6 +29,7 @@ class LayerOperations:
     Attributes:
         qkv, output: projections before and after attention.
         gate_up, down: projections of the MLP, `None` if it is of another kind.
+        most_native: rows up to which native operations are the fast way for all of them.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class LayerOperations:
         self.qkv, self.output = Merged(parts.qkv, memory), Merged((parts.output,), memory)
         self.gate_up = Merged(parts.gate_up, memory) if parts.gate_up else None
         self.down = Merged((parts.down,), memory) if parts.down is not None else None
+        products = (self.qkv, self.output, self.gate_up, self.down)
+        self.most_native = min(most_rows(kernels, p.weight) for p in products if p is not None)
         geometry = binding.geometry
         self.head_dim = geometry.head_dim
         self._heads = (geometry.num_heads, geometry.num_kv_heads)

@@ -1,4 +1,4 @@
-"""A step of few rows, from token numbers to logits, as one native call.
+"""A step from token numbers to logits in one native call, or two if not all logits are wanted.
 
 Around its layers (`kv8.models.layer_chain`) a model looks up embeddings, computes angles, norms
 what comes out and multiplies it with the output head. Where it does just that, which is proven bit
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kv8.kernels.cpu import CpuKernels
-from kv8.kernels.step import MOST_ROWS, OperationList, linear_struct, norm_struct
+from kv8.kernels.step import OperationList, linear_struct, most_rows, norm_struct
 from kv8.models.decoder_parts import Norm, is_plain_linear
 from kv8.models.fusion import Fusion
 from kv8.models.fusion_proof import PROOF_ERRORS
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class WholeStep:
-    """Computes what the model computes, if every row's logits are wanted.
+    """Computes what the model computes.
 
     Args:
         model: whose embedding, output head and rotary embedding are used.
@@ -46,25 +46,38 @@ class WholeStep:
         kernels: CpuKernels,
         workspace: Workspace,
     ) -> None:
-        self._chain, self._rotary = chain, rotary
+        self._chain, self._norm, self._rotary = chain, norm, rotary
+        self._kernels, self._workspace = kernels, workspace
         self._embedding = model.module.get_input_embeddings()
         self._head = model.module.get_output_embeddings()
-        weight = self._head.weight
-        self._hidden = workspace.rows("hidden", weight.shape[1])
-        normed = workspace.rows("normed", weight.shape[1])
-        nowhere = torch.empty(1, weight.shape[0], dtype=weight.dtype)  # replaced with each step
-        scratch = workspace.scratch(weight.shape[1])
-        self._product = linear_struct(weight, self._head.bias, normed, nowhere, scratch)
-        last = norm_struct(
-            norm.weight, self._hidden, normed, num_heads=1, epsilon=norm.epsilon, order=norm.order
-        )
-        self._all_rows = torch.arange(MOST_ROWS)
-        self._list = OperationList(kernels, [*chain.operations, last, self._product])
+        self._most_logits = most_rows(kernels, self._head.weight)
+        self._describe()
         self._hooks = [
             hooks
             for module in model.module.modules()
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
+
+    def _describe(self) -> None:
+        weight, space, norm = self._head.weight, self._workspace, self._norm
+        self._operations = self._chain.operations
+        self._hidden = space.rows("hidden", weight.shape[1])
+        self._normed = space.rows("normed", weight.shape[1])
+        self._scratch = space.scratch(weight.shape[1], space.capacity)
+        nowhere = torch.empty(1, weight.shape[0], dtype=weight.dtype)  # replaced with each step
+        self._product = linear_struct(weight, self._head.bias, self._normed, nowhere, self._scratch)
+        self._last = norm_struct(
+            norm.weight,
+            self._hidden,
+            self._normed,
+            num_heads=1,
+            epsilon=norm.epsilon,
+            order=norm.order,
+        )
+        head = (self._last, self._product)
+        self._all = OperationList(self._kernels, [*self._operations, *head])
+        self._after = OperationList(self._kernels, head)
+        self._all_rows = torch.arange(space.capacity)
 
     @property
     def hooked(self) -> bool:
@@ -85,19 +98,30 @@ class WholeStep:
         num_rows = len(input_ids)
         if self.hooked or not self._chain.takes(step, num_rows):
             return None
-        if not torch.equal(rows, self._all_rows[:num_rows]):
+        if len(rows) > min(num_rows, self._most_logits):
             return None
+        self._chain.reserve(num_rows)
+        if self._operations is not self._chain.operations:
+            self._describe()
         x = self._embedding(input_ids).contiguous()
         cos_sin: Sequence[torch.Tensor] | None = None
         if self._rotary is not None:
             cos_sin = self._rotary(x.unsqueeze(0), positions.unsqueeze(0))
-        logits = torch.empty(num_rows, self._head.weight.shape[0], dtype=x.dtype)
-        self._product.weight = self._head.weight.data_ptr()  # may be tied, and be exchanged with it
-        self._product.out = logits.data_ptr()
         for index in range(len(self._chain)):
             given = self._hidden if index else x
             self._chain.place(index, step, given, self._hidden, cos_sin)
-        self._chain.run(self._list, step, num_rows)
+        logits = torch.empty(len(rows), self._head.weight.shape[0], dtype=x.dtype)
+        self._product.weight = self._head.weight.data_ptr()  # may be tied, and be exchanged with it
+        self._product.out = logits.data_ptr()
+        if torch.equal(rows, self._all_rows[:num_rows]):
+            self._last.x = self._hidden.data_ptr()
+            self._chain.run(step, num_rows, self._all)
+            return logits
+        self._chain.run(step, num_rows)
+        if len(rows):
+            wanted = self._hidden[rows]
+            self._last.x = wanted.data_ptr()
+            self._after.run(len(rows), torch.get_num_threads())
         return logits
 
 

@@ -73,9 +73,7 @@ def run_rows(model: HookedModel, kernels: CpuKernels, rows: list[int]) -> torch.
         return model.forward(ids, torch.arange(6), torch.tensor(rows))
 
 
-def test_only_if_all_logits_are_wanted_in_order(
-    kernels: CpuKernels, native_calls: list[int]
-) -> None:
+def test_some_logits_are_a_call_of_their_own(kernels: CpuKernels, native_calls: list[int]) -> None:
     model = fused("llama", kernels)
     native_calls.clear()
     everything = run_rows(model, kernels, [0, 1, 2, 3, 4, 5])
@@ -83,7 +81,34 @@ def test_only_if_all_logits_are_wanted_in_order(
     for rows in ([5], [5, 4, 3, 2, 1, 0], [1, 1, 2, 3, 4, 5]):
         native_calls.clear()
         assert torch.equal(run_rows(model, kernels, rows), everything[rows])
-        assert native_calls[1:] == [1, 1]  # the last norm and the output head
+        assert len(native_calls) == 2
+        assert native_calls[1] == 2  # the last norm and the output head
+    native_calls.clear()
+    assert run_rows(model, kernels, []).shape == (0, everything.shape[1])
+    assert len(native_calls) == 1
+    often = [0, 1, 2, 3, 4, 5] * 2  # more than there are: the model's own code
+    assert torch.equal(run_rows(model, kernels, often), everything[often])
+    assert native_calls[-2:] == [1, 1]
+
+
+def test_steps_of_any_size_in_any_order(kernels: CpuKernels) -> None:
+    """The memory that operations are described over grows; few rows come again after many."""
+    model = fused("llama", kernels, torch.bfloat16)
+    lengths = (9, 70, 5, 2050, 300, 2100, 64, 65)
+    sequences = [prompt_ids(length, seed=length) for length in lengths]
+    for sequence in sequences:
+        found, expected = (
+            packed_logits(
+                model,
+                [sequence],
+                chunk=len(sequence),
+                backend=backend,
+                layers=make_layers(model, len(sequence) + 32),
+            )[0]
+            for backend in (CpuBackend(kernels), AskedBackend(kernels))
+        )
+        assert torch.equal(found, expected)
+        assert found.isfinite().all()
 
 
 def test_hooks_are_called(kernels: CpuKernels) -> None:

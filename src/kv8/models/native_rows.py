@@ -1,4 +1,7 @@
-"""A decoder layer over few rows, as in decoding: everything but attention in two native calls."""
+"""A decoder layer by native operations only: everything but attention in two calls.
+
+Without a matrix unit that is for few rows, as in decoding (`LayerOperations.most_native`).
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +10,13 @@ import torch
 from kv8.attention.cpu import NativeAttention
 from kv8.kernels.cpu import FORMAT_NUMBERS
 from kv8.kernels.step import OperationList, gate_struct, linear_struct
-from kv8.kernels.step_structs import LinearStruct, NormStruct, Operation, RotaryStruct
+from kv8.kernels.step_structs import (
+    GatedStruct,
+    LinearStruct,
+    NormStruct,
+    Operation,
+    RotaryStruct,
+)
 from kv8.models.decoder_parts import Norm
 from kv8.models.interface import LayerBinding
 from kv8.models.layer_operations import LayerOperations
@@ -15,22 +24,27 @@ from kv8.models.merged_weights import Merged
 from kv8.models.workspace import Workspace
 
 
-class FewRows:
-    """Computes one layer over at most `MOST_ROWS` rows.
+class NativeRows:
+    """Computes one layer.
 
-    The operations are described once, over the workspace; with each call only the addresses of
-    tensors change that others hold. Weights are described by address too: they may be written to,
-    not exchanged.
+    The operations are described over the workspace, anew when it grows; with each call only the
+    addresses of tensors change that others hold. Weights are described by address too: they may be
+    written to, not exchanged.
     """
 
     def __init__(self, layer: LayerOperations, space: Workspace) -> None:
-        self._layer, self._space = layer, space
+        self._layer, self.space = layer, space
         self._hidden = layer.output.weight.shape[0]
-        self._qkv = space.rows("qkv", layer.qkv.weight.shape[0])
-        self._middle = space.rows("middle", self._hidden)  # between attention and MLP
-        self._normed = space.rows("normed", self._hidden)
-        self._mixed = space.rows("mixed", layer.output.weight.shape[1])
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._describe()
+
+    def _describe(self) -> None:
+        layer = self._layer
+        self._capacity = self.space.capacity
+        self._kept: list[torch.Tensor] = []  # of the workspace: operations know only addresses
+        self._qkv = self._rows("qkv", layer.qkv.weight.shape[0])
+        self._middle = self._rows("middle", self._hidden)  # between attention and MLP
+        self._normed = self._rows("normed", self._hidden)
+        self._mixed = self._rows("mixed", layer.output.weight.shape[1])
         before = self._describe_before()
         self._first = before[0]
         self._rotary = before[-1] if isinstance(before[-1], RotaryStruct) else None
@@ -40,16 +54,23 @@ class FewRows:
         self._before = OperationList(layer.kernels, before)
         self._after = OperationList(layer.kernels, [*joined, *after])
 
+    def reserve(self, num_rows: int) -> None:
+        """Have room for so many rows."""
+        self.space.reserve(num_rows)
+        if self._capacity != self.space.capacity:
+            self._describe()
+
     def run(self, x: torch.Tensor, cos_sin: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Return the layer's output [T, C] for ``x`` [T, C], contiguous.
 
         ``cos_sin`` are the angles' cosines and sines, if the layer rotates.
         """
         layer, num_rows, threads = self._layer, x.shape[0], torch.get_num_threads()
+        self.reserve(num_rows)
         out = torch.empty_like(x)
         self.place(x.data_ptr(), out.data_ptr(), cos_sin)
         self._before.run(num_rows, threads)
-        mixed = layer.attend(*self._heads(num_rows))
+        mixed = layer.attend(*layer.heads(self._qkv[:num_rows]))
         self._attended.x = mixed.data_ptr()
         self._after.run(num_rows, threads)
         return out if self.whole else self._with_other_mlp(num_rows)
@@ -65,7 +86,7 @@ class FewRows:
         if self._last is not None:
             self._last.out = out
         if self._rotary is not None and cos_sin is not None:
-            cos, sin = self._space.angles(cos_sin)
+            cos, sin = self.space.angles(cos_sin)
             self._rotary.cos, self._rotary.sin = cos.data_ptr(), sin.data_ptr()
             self._rotary.rotary = cos.shape[1]
             self._rotary.angle_dtype = FORMAT_NUMBERS[cos.dtype]
@@ -86,6 +107,11 @@ class FewRows:
         return self._before.operations, self._after.operations
 
     @property
+    def most_rows(self) -> int:
+        """Rows up to which native operations are the fast way."""
+        return self._layer.most_native
+
+    @property
     def binding(self) -> LayerBinding:
         """Of the layer's attention."""
         return self._layer.binding
@@ -94,11 +120,9 @@ class FewRows:
         normed = self._normed if self._layer.parts.before_mlp is not None else self._middle
         return self._layer.add_other_mlp(self._middle[:num_rows], normed[:num_rows].clone())
 
-    def _heads(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        views = self._views.get(num_rows)
-        if views is None:
-            views = self._views[num_rows] = self._layer.heads(self._qkv[:num_rows])
-        return views
+    def _rows(self, name: str, width: int) -> torch.Tensor:
+        self._kept.append(self.space.rows(name, width))
+        return self._kept[-1]
 
     def _describe_before(self) -> list[Operation]:
         layer, parts, normed = self._layer, self._layer.parts, self._normed
@@ -121,7 +145,7 @@ class FewRows:
         return self._add(layer.output, self._mixed, parts.after_attention)
 
     def _describe_mlp(self) -> list[Operation]:
-        layer, parts, space = self._layer, self._layer.parts, self._space
+        layer, parts = self._layer, self._layer.parts
         operations: list[Operation] = []
         normed = self._middle
         if parts.before_mlp is not None:
@@ -129,16 +153,17 @@ class FewRows:
             operations.append(layer.norm(parts.before_mlp, self._middle, normed))
         if layer.gate_up is None or layer.down is None:
             return operations
-        both = space.rows("gate and up", layer.gate_up.weight.shape[0])
+        both = self._rows("gate and up", layer.gate_up.weight.shape[0])
         gate, up = both.chunk(2, dim=1)
-        inner = space.rows("inner", gate.shape[1])
-        operations.append(self._product(layer.gate_up, normed, both))
-        operations.append(gate_struct(gate, up, inner, function=parts.activation))
+        inner = self._rows("inner", gate.shape[1])
+        gating = gate_struct(gate, up, inner, function=parts.activation)
+        operations.append(GatedStruct(self._product(layer.gate_up, normed, both), gating))
         operations += self._add(layer.down, inner, parts.after_mlp)
         return operations
 
     def _product(self, merged: Merged, x: torch.Tensor, out: torch.Tensor) -> LinearStruct:
-        scratch = self._space.scratch(merged.weight.shape[1])
+        scratch = self.space.scratch(merged.weight.shape[1], self._capacity)
+        self._kept.append(scratch)
         return linear_struct(merged.weight, merged.bias, x, out, scratch)
 
     def _add(
@@ -153,7 +178,7 @@ class FewRows:
             product.residual, product.residual_stride = middle.data_ptr(), middle.stride(0)
             product.multiplier = self._layer.parts.multiplier
             return [product]
-        product_rows = self._space.rows("product", self._hidden)
+        product_rows = self._rows("product", self._hidden)
         return [
             self._product(merged, x, product_rows),
             self._layer.norm(norm, product_rows, middle, residual=middle),
