@@ -2,12 +2,13 @@
 
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from benchmarks.gpu.against_flash3 import against_flash3
 from benchmarks.gpu.environment import roof_of
-from benchmarks.gpu.measuring import measure, with_queries
+from benchmarks.gpu.measuring import measure, values_as_codes, with_queries
 from benchmarks.gpu.sections import Context, row
 
 from kv8.attention.backend import AttentionBackend
@@ -154,6 +155,14 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
                     **({"note": f"as auto chooses: {raced}"} if is_chosen and raced else {}),
                 )
             )
+        if fp8_queries:
+            triton = select_backend("triton", [layer])
+            with values_as_codes():
+                work = partial(triton.attend, layer, query, batch, shape.call)
+                taken = measure(context, work).median
+            what = f"prefill {tokens:,} causal, {name}, triton, values as codes"
+            unit = f"TFLOP/s ({taken * 1e6:.0f} µs)"
+            rows.append(row(what, flop / taken / 1e12, unit=unit))
         if "flash3" in seconds:
             what = f"prefill {tokens:,} causal, {name}: what auto chose over FlashAttention 3"
             ratio = seconds["flash3"] / seconds[chosen]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
-from unittest import mock
 
 import torch
+from benchmarks.gpu.measuring import in_one_part, values_as_codes
 from benchmarks.gpu.sections import Context
 
 from kv8.attention.layer import LayerAttention
@@ -21,8 +21,6 @@ from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
 from kv8.formats.base import BFLOAT16, FP8_E4M3, FP8_E5M2, KVFormat
 from kv8.formats.encode import encode, torch_dtype
-from kv8.kernels import triton_launch
-from kv8.kernels.triton_config import DecodeConfig
 
 _CONTEXT: Final = 65_536
 _QUERY_SIZE: Final = 0.05  # small queries, so weights are about equal
@@ -46,9 +44,12 @@ def body(context: Context) -> dict[str, Any]:
         name = f"{kv_format.name}, FP8 attention" if fp8_queries else kv_format.name
         for work, new, cut in (
             ("decode", 1, nullcontext),
-            ("decode in one part", 1, _in_one_part),
+            ("decode in one part", 1, in_one_part),
             ("prompt", _NEW, nullcontext),
+            ("prompt, values as codes", _NEW, values_as_codes),
         ):
+            if cut is values_as_codes and not fp8_queries:
+                continue
             found = _compare(shape, layer, tokens, new, cut)
             results.append({"format": name, "work": work, **found})
     passed = all(found["relative_error"] <= found["tolerance"] for found in results)
@@ -88,13 +89,3 @@ def _compare(
     expected = ReferenceBackend().attend(layer, query.float(), batch, shape.call)
     error = float(((found.float() - expected).abs() / expected.abs()).max())
     return {"relative_error": error, "tolerance": _TOLERANCES[query.dtype]}
-
-
-def _in_one_part() -> AbstractContextManager[Any]:
-    """Let one program take all keys of a sequence."""
-    choose = triton_launch.decode_config
-
-    def whole(*arguments: Any) -> DecodeConfig:
-        return replace(choose(*arguments), parts=1)
-
-    return mock.patch.object(triton_launch, "decode_config", whole)

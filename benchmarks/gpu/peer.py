@@ -56,8 +56,11 @@ def body(context: Context) -> dict[str, Any]:
 
 
 def _generate_batch(context: Context, work: Workload, new: int) -> float:
-    """Return what transformers' continuous batching makes of the work, tokens a second."""
-    from transformers import AutoConfig, GenerationConfig
+    """Return what transformers' continuous batching makes of the work, tokens a second.
+
+    Other prompts go before, by the same manager, so that what it does once is not counted.
+    """
+    from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_folder(Path(folder), TINY if context.dry else LLAMA_8B)
@@ -65,10 +68,19 @@ def _generate_batch(context: Context, work: Workload, new: int) -> float:
     module = make_weights(config, torch.bfloat16, context.device, seed=1)
     module.set_attn_implementation("sdpa")
     asked = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = work.prompts(config.vocab_size, seed=6)
-    begin = time.perf_counter()
-    outputs = module.generate_batch(inputs=prompts, generation_config=asked)
-    seconds = time.perf_counter() - begin
+    # By itself it takes most of the memory there is, which on a CPU takes a minute.
+    sizes = ContinuousBatchingConfig(num_blocks=64) if context.dry else None
+    seconds, outputs = 0.0, {}
+    for seed in (7, 6):
+        prompts = work.prompts(config.vocab_size, seed=seed)
+        begin = time.perf_counter()
+        outputs = module.generate_batch(
+            inputs=prompts,
+            generation_config=asked,
+            continuous_batching_config=sizes,
+            persistent_manager=True,
+        )
+        seconds = time.perf_counter() - begin
     made = sum(len(output.generated_tokens) for output in outputs.values())
     assert made == work.sequences * new, f"generate_batch returned {made} tokens"
     return made / seconds

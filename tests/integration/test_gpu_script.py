@@ -51,6 +51,7 @@ def test_the_table_has_every_figure_of_the_plan(dry: dict[str, Any]) -> None:
         "e4m3 over own bf16",
         "causal, bf16, triton",
         "causal, e4m3, FP8 attention, triton",
+        "causal, e4m3, FP8 attention, triton, values as codes",
         "decode 96 beside 1 x 8, e4m3: of copy bandwidth",
         "store 32 tokens, e4m3",
         "fp8: of the roof of weights and cache",
