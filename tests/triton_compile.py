@@ -46,7 +46,7 @@ TARGETS = {
     "sm_89": (GPUTarget("cuda", 89, 32), Device("hardware", True, 142, 99 * _KIB)),
     "sm_90": (GPUTarget("cuda", 90, 32), Device("hardware", True, 132, 227 * _KIB)),
     "sm_100": (GPUTarget("cuda", 100, 32), Device("hardware", True, 148, 227 * _KIB)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("bits", False, 304, 64 * _KIB)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("bits", False, 304, 64 * _KIB, amd=True)),
 }
 
 

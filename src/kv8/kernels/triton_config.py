@@ -34,12 +34,14 @@ class Device:
         fp8_products: whether it multiplies FP8 matrices.
         num_multiprocessors: programs that run side by side, but for several on each.
         shared_bytes: the most shared memory one program may have.
+        amd: whether Triton compiles for it as for AMD's.
     """
 
     casts: Casts
     fp8_products: bool
     num_multiprocessors: int
     shared_bytes: int
+    amd: bool = False
 
 
 INTERPRETER: Final = Device("interpreter", False, 4, 64 * _KIB)
@@ -64,6 +66,7 @@ def describe_device(index: int) -> Device:
         num_multiprocessors=properties.multi_processor_count,
         # PyTorch before 2.6 does not say.
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", known * _KIB),
+        amd=not nvidia,
     )
 
 
@@ -155,6 +158,8 @@ def decode_config(device: Device, shape: Shape) -> DecodeConfig:
     stages = 6 if tile_bytes <= 32 * _KIB else 4
     if shape.compute_bytes == 4:
         warps, stages = max(4, warps), 4
+    if device.amd:  # all but two stages are tiles in shared memory
+        stages = max(2, min(stages, 2 + (device.shared_bytes - _KIB) // tile_bytes))
     # One program for each place on the device, so that all start at once. A part below 256 keys
     # costs more than it saves.
     places = min(8 // warps, device.shared_bytes // (2 * tile_bytes + 4 * _KIB))

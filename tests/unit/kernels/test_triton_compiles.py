@@ -46,6 +46,8 @@ JOBS = [
     job("sm_100", "prefill", "bfloat16", head_dim=64),
     job("gfx942", "store", FP8),
     job("gfx942", "decode", FP8, head_dim=64),
+    job("gfx942", "decode", "bfloat16"),
+    job("gfx942", "decode", "bfloat16", head_dim=256),
 ]
 
 
