@@ -60,11 +60,17 @@ class FusedGpuLayer:
         """Return attention [T, H * D] of normed rows [T, C]."""
         parts, geometry = self._parts, self._binding.geometry
         sizes = [n * geometry.head_dim for n in (geometry.num_heads, *[geometry.num_kv_heads] * 2)]
-        q, k, v = self._qkv(x, sizes)
-        q, k = _norm(parts.q_norm, q), _norm(parts.k_norm, k)
-        if self._rotates:
-            tables = [angles(table) for table in keywords["position_embeddings"]]
-            for side in (q, k):
+        embeddings = keywords["position_embeddings"] if self._rotates else ()
+        tables = [angles(table) for table in embeddings]
+        if self._qkv.is_one and parts.q_norm is None and parts.k_norm is None:
+            qk, v = self._qkv(x, [sizes[0] + sizes[1], sizes[2]])  # are rotated at once
+            if tables:
+                rotate(qk, geometry.head_dim, *tables)
+            q, k = torch.split_with_sizes(qk, sizes[:2], dim=1)
+        else:
+            q, k, v = self._qkv(x, sizes)
+            q, k = _norm(parts.q_norm, q), _norm(parts.k_norm, k)
+            for side in (q, k) if tables else ():
                 rotate(side, geometry.head_dim, *tables)
         q, k, v = (side.view(len(side), -1, geometry.head_dim) for side in (q, k, v))
         return store_and_attend(self._binding, q, k, v, self._call).flatten(1)

@@ -29,10 +29,18 @@ class JoinedLinears:
             weight = _join([layer.weight for layer in layers])
             self._products = [(weight, _join(biases) if biases else None)]
 
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one product, in which the parts lie side by side."""
+        return len(self._products) == 1
+
     def __call__(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Return the products of rows ``x`` [T, C], in parts of ``sizes``: [T, size] each."""
+        """Return the products of rows ``x`` [T, C], in parts of ``sizes``: [T, size] each.
+
+        Where it `is_one`, sizes of neighbours may be given together.
+        """
         products = [linear(x, weight, bias) for weight, bias in self._products]
-        return products if len(products) > 1 else torch.split_with_sizes(products[0], sizes, dim=1)
+        return torch.split_with_sizes(products[0], sizes, dim=1) if self.is_one else products
 
 
 def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
