@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import plan
+from benchmarks.gpu import correctness, plan
 from benchmarks.gpu.sections import Context, Run, Section, row
 from tests.attention_backends import triton_backend
 from tests.flash3_stand_in import stand_in
@@ -124,6 +124,19 @@ def test_a_section_that_hangs_is_ended_and_keeps_its_rows(tmp_path: Path, monkey
     assert [each["status"] for each in found.values()] == ["error", "passed"]
     assert "OutOfTimeError" in found["hangs"]["error"]
     assert [each["what"] for each in found["hangs"]["rows"]] == ["decode"]
+
+
+def test_a_case_that_is_wrong_or_gives_nothing_fails_the_section(tmp_path: Path) -> None:
+    """The processes' reports are judged; a line in which one was ended is no report."""
+    file = tmp_path / "0.json"
+    file.write_text('{"name": "one", "problems": []}\n{"name": "two", "pro')
+    assert correctness._read(file) == [{"name": "one", "problems": []}]
+    assert correctness._read(tmp_path / "none.json") == []
+    context = Context(torch.device("meta"), dry=True, deadline=time.monotonic() + 60)
+    found = correctness.body(context)
+    assert found["passed"] is False
+    assert all(each["problems"] for each in found["failed"])
+    assert len(found["failed"]) == found["cases"] == 2
 
 
 def test_a_missed_goal_is_seen_and_fails_nothing(tmp_path: Path) -> None:
