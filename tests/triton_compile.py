@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from kv8.formats.encode import torch_dtype
 from kv8.formats.lookup import get_format
 from kv8.kernels import triton_launch as launch
 from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
-from kv8.kernels.triton_config import Device
+from kv8.kernels.triton_config import Device, PrefillConfig
 from kv8.kernels.triton_decode import combine_kernel
 
 _POINTERS = {
@@ -46,7 +46,7 @@ TARGETS = {
     "sm_89": (GPUTarget("cuda", 89, 32), Device("hardware", True, 142, 99 * _KIB)),
     "sm_90": (GPUTarget("cuda", 90, 32), Device("hardware", True, 132, 227 * _KIB)),
     "sm_100": (GPUTarget("cuda", 100, 32), Device("hardware", True, 148, 227 * _KIB)),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("bits", False, 304, 64 * _KIB)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Device("bits", False, 304, 64 * _KIB, amd=True)),
 }
 
 
@@ -119,6 +119,7 @@ def make_launches(
     head_dim: int = 128,
     block_size: int = 64,
     fp8_queries: bool = False,
+    fp8_values: bool = False,
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
@@ -162,9 +163,15 @@ def make_launches(
     if kind == "decode":
         workspace = torch.empty(launch.workspace_values(cache, dtype, sequences, 32768))
         return record(lambda: launch.run_decode(cache, query, query, batch, settings, workspace))
-    return record(
-        lambda: launch.run_prefill(cache, query, query, batch, settings, skip_single=True)
-    )
+    choose = launch.prefill_config
+
+    def configure(*arguments: Any, fp8_products: bool) -> PrefillConfig:
+        return replace(choose(*arguments, fp8_products=fp8_products), fp8_values=fp8_values)
+
+    with patch.object(launch, "prefill_config", configure):
+        return record(
+            lambda: launch.run_prefill(cache, query, query, batch, settings, skip_single=True)
+        )
 
 
 def examine(compiled: Any, target: GPUTarget) -> dict[str, Any]:
@@ -172,6 +179,7 @@ def examine(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     found: dict[str, Any] = {
         "shared": compiled.metadata.shared,
         "narrow_strides": narrow_strides(compiled.asm["ttir"]),
+        "fp8_sums_go_on": fp8_sums_that_go_on(compiled.asm["ttir"]),
     }
     if target.backend != "cuda":
         return found
@@ -210,6 +218,12 @@ def narrow_strides(ttir: str) -> list[str]:
         for line in ttir.splitlines()
         if re.search(rf"%{name}\b", line) and "tt.func" not in line and "arith.extsi" not in line
     )
+
+
+def fp8_sums_that_go_on(ttir: str) -> list[str]:
+    """Return the products of FP8 matrices that are added to a sum inside the matrix unit."""
+    dots = [line for line in ttir.splitlines() if "tt.dot" in line and "f8E4M3FN" in line]
+    return [line.strip() for line in dots if not re.search(r"tt\.dot %\w+, %\w+, %cst", line)]
 
 
 def main() -> Iterator[tuple[str, dict[str, Any]]]:

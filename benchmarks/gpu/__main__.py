@@ -62,4 +62,6 @@ def _go_on(options: argparse.Namespace, names: list[str], seconds: float) -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # threads of the peer may still wait for something

@@ -44,7 +44,7 @@ def all_checks(seed: int) -> list[Check]:
     """Return every case; another seed, other data."""
     return [
         Check(check.name, check.options, check.lengths, seed + number)
-        for number, check in enumerate((*_layouts(), *_features(), *_fp8_attention()))
+        for number, check in enumerate((*_layouts(), *_features(), *_fp8_attention(), *_ragged()))
     ]
 
 
@@ -100,6 +100,14 @@ def _fp8_attention() -> Iterator[Check]:
         "FP8 attention over e5m2, GQA 4:1, D 128",
         {**base, "stored_as": "fp8_e5m2", "heads": (8, 2), "head_dim": 128},
     )
+
+
+def _ragged() -> Iterator[Check]:
+    """One context cut into many parts, beside more sequences than one build is made for."""
+    lengths = (4000, *range(1, 71))
+    for stored_as in ("bfloat16", "fp8_e4m3"):
+        options = {**_plain(stored_as), "heads": (8, 2), "head_dim": 128}
+        yield Check(f"{stored_as}, GQA 4:1, D 128, 4,000 beside 70 short", options, lengths)
 
 
 def _plain(stored_as: str) -> dict[str, Any]:

@@ -1,49 +1,49 @@
 """The kernels' figures: decode, prefill and store, each against a roof measured in the same run."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
+from benchmarks.gpu.against_flash3 import against_flash3
 from benchmarks.gpu.environment import roof_of
+from benchmarks.gpu.measuring import measure, values_as_codes, with_queries
 from benchmarks.gpu.sections import Context, row
 
 from kv8.attention.backend import AttentionBackend
 from kv8.attention.kernel_choice import ChoosesKernels, KindChoice, MadeUpWork
 from kv8.attention.layer import LayerAttention
+from kv8.attention.made_up import made_up_batch
 from kv8.attention.select import select_backend
 from kv8.bench.attention_work import Shape
 from kv8.bench.timing import Samples
 from kv8.formats.base import BFLOAT16, FP8_E4M3, FP8_E5M2
-from kv8.kernels.clock import recorded, seconds_of
+from kv8.kernels.clock import recorded
 
 _DECODE: Final = ((64, 8192), (8, 32_768))
 _GOALS: Final = {
     "share": 0.88,
-    "flash3": 1.4,
     "bf16": 1.7,
     "prefill": 400,
     "fp8": 500,
     "store": 0.7,
     "chosen": 0.97,  # no slower, but for what two medians of the same thing differ by
 }
-# Where FlashAttention 3 is not installed: what it took on an H200 over an FP8 cache, recorded on
-# 29 November 2026, in microseconds.
-_FLASH3_RECORDED: Final = {(64, 8192): 408e-6, (8, 32_768): 207e-6}
+_RAGGED: Final = (131_072, *(1024,) * 63)
 _PREFILL: Final = 8192
 _NEW_TOKENS: Final = 8192
 _STORE_LAYERS: Final = 12  # so that what one call wrote has left the L2 cache when its turn comes
-_REPEATS: Final = 20
 
 
 def body(context: Context) -> dict[str, Any]:
     """Return the rows; every goal that is not met is said, and none makes the section fail."""
     torch.manual_seed(3)
-    rows: list[dict[str, Any]] = []
+    rows = context.rows
     for sequences, tokens in ((2, 96),) if context.dry else _DECODE:
         for block_size in (64,) if context.dry else (64, 16):
             rows += _decode(context, sequences, tokens, block_size)
+    rows += _ragged(context, (96, 8) if context.dry else _RAGGED)
     rows += _prefill(context, 48 if context.dry else _PREFILL)
     rows += _store(context, 32 if context.dry else _NEW_TOKENS)
     return {"passed": True, "rows": rows}
@@ -69,7 +69,7 @@ def _decode(context: Context, sequences: int, tokens: int, block_size: int) -> l
         ("e4m3, FP8 attention", FP8_E4M3, True),
     ):  # fmt: skip
         cached = shape.layers(kv_format, (sequences + 1) * tokens)
-        cached = [_with_queries(layer) for layer in cached] if fp8_queries else cached
+        cached = [with_queries(layer) for layer in cached] if fp8_queries else cached
         backend = select_backend("triton", cached)
 
         def attend(
@@ -78,7 +78,7 @@ def _decode(context: Context, sequences: int, tokens: int, block_size: int) -> l
             for layer in [*cached] * rounds:
                 backend.attend(layer, query, batch, shape.call)
 
-        total = _measure(context, recorded(attend, context.device))
+        total = measure(context, recorded(attend, context.device))
         taken = seconds[name] = Samples(tuple(t / (layers * rounds) for t in total.values))
         speed = values * kv_format.bytes_per_value / taken.median
         what = f"decode {sequences} x {tokens:,}, blocks of {block_size}, {name}"
@@ -97,36 +97,30 @@ def _decode(context: Context, sequences: int, tokens: int, block_size: int) -> l
     what = f"decode {sequences} x {tokens:,}"
     gain = seconds["bf16"].median / seconds["e4m3"].median
     rows.append(row(f"{what}: e4m3 over own bf16", gain, unit="x", goal=_GOALS["bf16"]))
-    return rows + _flash3(context, shape, sequences, tokens, seconds["e4m3"])
+    return rows + against_flash3(context, shape, sequences, tokens, seconds["e4m3"])
 
 
-def _flash3(
-    context: Context, shape: Shape, sequences: int, tokens: int, ours: Samples
-) -> list[dict[str, Any]]:
-    """Compare with FlashAttention 3 over FP8: measured if installed, else as once recorded."""
-    what = f"decode {sequences} x {tokens:,}, e4m3: over FlashAttention 3 FP8"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        before = _FLASH3_RECORDED.get((sequences, tokens))
-        if before is None:
-            return []
-        note = "its time as recorded on another day; it is not installed here"
-        ratio = before / ours.median
-        return [row(what, ratio, unit="x", goal=_GOALS["flash3"], note=note)]
-    (layer,) = shape.layers(FP8_E4M3, (sequences + 1) * tokens)
-    layer = _with_queries(layer)
-    backend = select_backend("flash3", [layer])
-    batch, query = shape.batch(sequences, 1, tokens), shape.queries(sequences)
+def _ragged(context: Context, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Decode one long context beside short ones, which an equal cut would leave to a few programs.
 
-    def attend() -> torch.Tensor:
-        return backend.attend(layer, query, batch, shape.call)
+    Of the bandwidth that all contexts together make of it.
+    """
+    shape, roof = _shape(context), roof_of(context)
+    batch = made_up_batch([(1, n) for n in lengths], 64, context.device, recorded=True)
+    query = shape.queries(len(lengths))
+    (layer,) = shape.layers(FP8_E4M3, sum(-(-n // 64) * 64 for n in lengths))
+    backend = select_backend("triton", [layer])
+    rounds = 1 if context.dry else 10
 
-    try:
-        theirs, note = _measure(context, recorded(attend, context.device)), "in a graph, this run"
-    except RuntimeError as error:
-        torch.cuda.synchronize(context.device)
-        theirs, note = _measure(context, attend), f"without a graph, this run ({error})"
-    ratio = theirs.median / ours.median
-    return [row(what, ratio, unit="x", goal=_GOALS["flash3"], note=note)]
+    def attend() -> None:
+        for _ in range(rounds):
+            backend.attend(layer, query, batch, shape.call)
+
+    taken = measure(context, recorded(attend, context.device)).median / rounds
+    speed = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim / taken
+    what = f"decode {lengths[0]:,} beside {len(lengths) - 1} x {lengths[1]:,}, e4m3"
+    unit = f"({speed / 1e12:.2f} TB/s, {taken * 1e6:.0f} µs)"
+    return [row(f"{what}: of copy bandwidth", speed / roof.bytes_per_second, unit=unit)]
 
 
 def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
@@ -138,8 +132,8 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
         ("e4m3, FP8 attention", FP8_E4M3, True, _GOALS["fp8"]),
     ):  # fmt: skip
         (layer,) = shape.layers(kv_format, tokens)
-        layer = _with_queries(layer) if fp8_queries else layer
-        raced = _race(layer, shape, tokens)
+        layer = with_queries(layer) if fp8_queries else layer
+        raced = _race(context, layer, shape, tokens)
         chosen = "triton" if raced is None else raced.kernels(decodes=False)
         seconds: dict[str, float] = {}
         for backend_name in _prefill_backends(raced):
@@ -150,7 +144,7 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
             ) -> torch.Tensor:
                 return backend.attend(layer, query, batch, shape.call)
 
-            taken = seconds[backend_name] = _measure(context, attend).median
+            taken = seconds[backend_name] = measure(context, attend).median
             is_chosen = backend_name == chosen
             rows.append(
                 row(
@@ -161,6 +155,14 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
                     **({"note": f"as auto chooses: {raced}"} if is_chosen and raced else {}),
                 )
             )
+        if fp8_queries:
+            triton = select_backend("triton", [layer])
+            with values_as_codes():
+                work = partial(triton.attend, layer, query, batch, shape.call)
+                taken = measure(context, work).median
+            what = f"prefill {tokens:,} causal, {name}, triton, values as codes"
+            unit = f"TFLOP/s ({taken * 1e6:.0f} µs)"
+            rows.append(row(what, flop / taken / 1e12, unit=unit))
         if "flash3" in seconds:
             what = f"prefill {tokens:,} causal, {name}: what auto chose over FlashAttention 3"
             ratio = seconds["flash3"] / seconds[chosen]
@@ -168,13 +170,15 @@ def _prefill(context: Context, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _race(layer: LayerAttention, shape: Shape, tokens: int) -> KindChoice | None:
+def _race(context: Context, layer: LayerAttention, shape: Shape, tokens: int) -> KindChoice | None:
     """Return what an engine with ``auto`` measures for such layers; `None` if it has no choice."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return None
     backend = select_backend("measured", [layer])
     assert isinstance(backend, ChoosesKernels)
-    choice = backend.measure([(layer, shape.call)], MadeUpWork(prompt=tokens), torch.bfloat16)
+    few = {"sequences": 2, "context": 16} if context.dry else {}
+    work = MadeUpWork(prompt=tokens, **few)
+    choice = backend.measure([(layer, shape.call)], work, torch.bfloat16)
     (found,) = choice.by_kind.values()
     return found
 
@@ -201,7 +205,7 @@ def _store(context: Context, tokens: int) -> list[dict[str, Any]]:
             for layer, (key, value) in zip(cached, sides, strict=True):
                 backend.store(layer, key, value, batch)
 
-        taken = _measure(context, recorded(store, context.device))
+        taken = measure(context, recorded(store, context.device))
         values = 2 * tokens * shape.num_kv_heads * shape.head_dim * layers
         speed = values * (2 + kv_format.bytes_per_value) / taken.median
         rows.append(
@@ -213,15 +217,3 @@ def _store(context: Context, tokens: int) -> list[dict[str, Any]]:
             )
         )
     return rows
-
-
-def _with_queries(layer: LayerAttention) -> LayerAttention:
-    scale = torch.full((layer.geometry.num_heads,), 1 / 64, device=layer.k_codes.device)
-    return replace(layer, q_scale=scale)
-
-
-def _measure(context: Context, work: Callable[[], object]) -> Samples:
-    """Return seconds of ``work``, without its first rounds."""
-    repeats, warm_up = (1, 0) if context.dry else (_REPEATS, 3)
-    seconds = [seconds_of(work, context.device) for _ in range(warm_up + repeats)]
-    return Samples(tuple(seconds[warm_up:]))

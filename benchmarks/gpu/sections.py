@@ -1,11 +1,13 @@
-"""Sections of a run: each within the time that is left, each failure recorded, JSON after each."""
+"""Sections of a run: each within its time, each failure recorded, JSON after each."""
 
 import gc
 import json
+import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,25 @@ from kv8.bench.roof import Roof
 Body = Callable[["Context"], dict[str, Any]]
 
 
+class OutOfTimeError(BaseException):
+    """A section's time is over. No `Exception`: what recovers from those must not go on."""
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of the run.
 
     Attributes:
         body: does the work.
-        needs: seconds it takes at most, as far as is known; it is skipped if fewer are left.
+        needs: seconds it takes, as far as is known; it is skipped if fewer are left.
         title: what it is about, for people.
+        most: seconds after which it is ended, as an error.
     """
 
     body: Body
     needs: float
     title: str
+    most: float = 110
 
 
 @dataclass
@@ -41,12 +49,16 @@ class Context:
         dry: whether to run tiny shapes on the CPU.
         deadline: when everything has to end, by `time.monotonic`.
         roof: of `benchmarks.gpu.environment.roof_of`.
+        rows: of the section at work; what it has put here is kept if it then fails.
+        end_to_end: by number of new tokens, what the whole engine made of them in a second.
     """
 
     device: torch.device
     dry: bool
     deadline: float
     roof: Roof | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    end_to_end: dict[int, float] = field(default_factory=dict)
 
     @property
     def seconds_left(self) -> float:
@@ -119,13 +131,15 @@ class Run:
             print(found["traceback"], flush=True)
 
     def _run(self, section: Section) -> dict[str, Any]:
+        self._context.rows = []
         try:
-            found = section.body(self._context)
-        except Exception as error:  # noqa: BLE001 - recorded; the other sections go on
-            return {
-                "status": "error",
+            with within(min(section.most, self._context.seconds_left)):
+                found = section.body(self._context)
+        except (Exception, OutOfTimeError) as error:  # noqa: BLE001 - recorded; others go on
+            found = {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": traceback.format_exc(),
+                "rows": self._context.rows,
             }
         finally:
             gc.collect()
@@ -135,7 +149,8 @@ class Run:
             for each in found.get("rows", ()):
                 each.pop("goal", None)
                 each.pop("met", None)
-        return {"status": "passed" if found.pop("passed") else "failed", **found}
+        status = "passed" if found.pop("passed", False) else "failed"
+        return {"status": "error" if "error" in found else status, **found}
 
     def summary(self) -> str:
         """Return every section in a line, and the table of figures with their goals."""
@@ -170,6 +185,23 @@ class Run:
             "sections": self._sections,
         }
         self._file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTimeError` in the block after so long; a wait for the GPU has to end first."""
+
+    def end(*_: object) -> None:
+        raise OutOfTimeError(f"ended after {seconds:.0f} s, the most it may take")
+
+    begin, before = time.monotonic(), signal.signal(signal.SIGALRM, end)
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        left = max(outer - (time.monotonic() - begin), 0.001) if outer else 0
+        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 def row(

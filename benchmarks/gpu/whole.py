@@ -13,8 +13,9 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
+from benchmarks.gpu import peer
 from benchmarks.gpu.environment import roof_of
-from benchmarks.gpu.random_model import LLAMA_8B, TINY, make_weights, random_weights, write_folder
+from benchmarks.gpu.random_model import LLAMA_8B, TINY, random_weights, write_folder
 from benchmarks.gpu.sections import Context, row
 
 from kv8.bench.traffic import decode_bytes
@@ -28,23 +29,19 @@ from kv8.models.step_work import read_step_work
 from kv8.options import EngineOptions
 from kv8.sampling_params import SamplingParams
 
-_SHORT, _LONG = Workload(64, 1024, 48), Workload(32, 16_384, 24)
+_SHORT, _LONG = peer.WORK, Workload(32, 16_384, 24)
 _WARM_UP: Final = 8  # steps that do not count
 _DRY: Final = Workload(1, 4, 1)
-_GOALS: Final = {"roof": 0.6, "peer": 10.0, "fp8": 1.4}
-_PEER_RECORDED: Final = 278.0  # tok/s; transformers' generate_batch, 29 November 2026, one H200
-_PEER_NEEDS: Final = 75.0  # seconds, for its own model and its warm-up
-_NEW: Final = (16, 128)  # tokens generated end to end; the fewer, if the peer is measured
+_GOALS: Final = {"roof": 0.6, "fp8": 1.4}
 
 
 def body(context: Context) -> dict[str, Any]:
-    """Return decode speed of both dtypes and workloads, the shares of the roof, and the peer's."""
-    rows: list[dict[str, Any]] = []
+    """Return decode speed of both dtypes and workloads, and the shares of the roof."""
+    rows = context.rows
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_folder(Path(folder), TINY if context.dry else LLAMA_8B)
         speeds: dict[tuple[str, str], float] = {}
-        ours: dict[int, float] = {}
         for dtype in ("fp8", "bfloat16"):
             if context.seconds_left < 25 and not context.dry:
                 found["left_out"] = f"{dtype} and what follows: {context.seconds_left:.0f} s left"
@@ -60,11 +57,9 @@ def body(context: Context) -> dict[str, Any]:
                 more, speeds[name, dtype] = _decode(context, engine, work, dtype, name)
                 rows += more
             if dtype == "fp8":
-                ours = (
-                    {new: _end_to_end(engine, _SHORT, new) for new in _NEW}
-                    if not context.dry
-                    else {}
-                )
+                work = _workloads(context)["short"]
+                for new in peer.new_tokens(context):
+                    context.end_to_end[new] = _end_to_end(engine, work, new)
             found[dtype]["memory"] = _memory(engine, free)
             del engine
             gc.collect()
@@ -72,8 +67,6 @@ def body(context: Context) -> dict[str, Any]:
             gain = speeds["long", "fp8"] / speeds["long", "bfloat16"]
             what = f"whole engine, decode {_LONG.sequences} x {_LONG.context:,}: fp8 over bf16"
             rows.append(row(what, gain, unit="x", goal=_GOALS["fp8"]))
-        if ours:
-            rows += _peer(context, model, ours, found)
     return {"passed": True, "rows": rows, **found}
 
 
@@ -196,26 +189,6 @@ def _skipping(engine: Engine) -> AbstractContextManager[Any]:
     return mock.patch.object(engine.runner, "run", run)
 
 
-def _peer(
-    context: Context, model: Path, ours: dict[int, float], found: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Compare end to end with transformers' own batched generation: measured if time is left."""
-    work, note = _SHORT, "its speed as recorded on another day"
-    new, theirs = max(_NEW), _PEER_RECORDED
-    if context.seconds_left > _PEER_NEEDS:
-        try:
-            theirs = _generate_batch(context, model, work)
-            new, note = min(_NEW), "measured in this run"
-        except Exception as error:  # noqa: BLE001 - the recorded figure stands in
-            found["peer_error"] = f"{type(error).__name__}: {error}"
-    what = (
-        f"whole engine, {work.sequences} x {work.context:,} and {new} new: end to end over "
-        f"generate_batch"
-    )
-    speeds = {"ours": ours[new], "theirs": theirs}
-    return [row(what, ours[new] / theirs, unit="x", goal=_GOALS["peer"], note=note, **speeds)]
-
-
 def _end_to_end(engine: Engine, work: Workload, new: int) -> float:
     """Return generated tokens a second, prompts included in the time."""
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -225,22 +198,3 @@ def _end_to_end(engine: Engine, work: Workload, new: int) -> float:
     while engine.has_unfinished:
         engine.step()
     return work.sequences * new / (time.perf_counter() - begin)
-
-
-def _generate_batch(context: Context, model: Path, work: Workload) -> float:
-    """Return what transformers' continuous batching makes of the same work, tokens a second."""
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(model)
-    module = make_weights(config, torch.bfloat16, context.device, seed=1)
-    module.set_attn_implementation("sdpa")
-    asked = GenerationConfig(
-        max_new_tokens=min(_NEW), do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    prompts = work.prompts(config.vocab_size, seed=6)
-    begin = time.perf_counter()
-    outputs = module.generate_batch(inputs=prompts, generation_config=asked)
-    seconds = time.perf_counter() - begin
-    made = sum(len(output.generated_tokens) for output in outputs.values())
-    assert made > 0, "generate_batch returned no tokens"
-    return made / seconds

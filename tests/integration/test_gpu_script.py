@@ -4,18 +4,24 @@ import json
 import os
 import subprocess
 import sys
+import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import plan
-from benchmarks.gpu.sections import Run, Section, row
+from benchmarks.gpu import correctness, plan
+from benchmarks.gpu.sections import Context, Run, Section, row
 from tests.attention_backends import triton_backend
+from tests.flash3_stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = ("environment", "correctness", "long_context", "engines", "kernels", "whole_engine")
+SECTIONS = (
+    "environment", "correctness", "long_context", "engines", "kernels", "whole_engine", "peer",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +51,12 @@ def test_the_table_has_every_figure_of_the_plan(dry: dict[str, Any]) -> None:
         "e4m3 over own bf16",
         "causal, bf16, triton",
         "causal, e4m3, FP8 attention, triton",
+        "causal, e4m3, FP8 attention, triton, values as codes",
+        "decode 96 beside 1 x 8, e4m3: of copy bandwidth",
         "store 32 tokens, e4m3",
         "fp8: of the roof of weights and cache",
         "fp8 over bf16",
+        "end to end over generate_batch",
     ):
         assert any(figure in row for row in rows), f"{figure} is not among {rows}"
     assert not any("goal" in row for found in dry["sections"].values()
@@ -68,6 +77,66 @@ def test_a_section_that_breaks_is_recorded_and_hides_nothing(tmp_path: Path, mon
     assert [each["status"] for each in found.values()] == ["error", "skipped", "failed", "passed"]
     assert "ZeroDivisionError" in found["broken"]["traceback"]
     assert "left" in found["late"]["reason"]
+
+
+def test_flash_attention_3_is_compared_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in here: the rows, and who attends prompts with `auto`."""
+    triton_backend()  # or skip
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    module.flash_attn_with_kvcache = stand_in  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr("kv8.bench.roof._BUFFER_BYTES", 2**20)
+    code = program.main(["--dry-run", "--out", str(tmp_path), "--only", "kernels"])
+    found = json.loads((tmp_path / "results.json").read_text())["sections"]["kernels"]
+    assert code == 0, found
+    rows = {row["what"]: row for row in found["rows"]}
+    decode = rows["decode 2 x 96, e4m3: over FlashAttention 3 FP8"]
+    assert list(decode["theirs_us"]) == ["0 splits"]
+    assert decode["value"] > 0
+    assert decode["problems"] == {}
+    for name in ("bf16", "e4m3, FP8 attention"):
+        prompt = f"prefill 48 causal, {name}"
+        assert {f"{prompt}, triton", f"{prompt}, flash3"} <= rows.keys()
+        assert f"{prompt}: what auto chose over FlashAttention 3" in rows
+
+
+def test_a_section_that_hangs_is_ended_and_keeps_its_rows(tmp_path: Path, monkeypatch) -> None:
+    """What comes after it still runs, within the whole time."""
+
+    def hang(context: Context) -> dict[str, Any]:
+        context.rows.append(row("decode", 0.9, unit=""))
+        try:
+            time.sleep(60)
+        except Exception:  # noqa: BLE001 - as code that has a way around failures
+            time.sleep(60)
+        return {"passed": True}
+
+    sections = {
+        "hangs": Section(hang, 0, "", most=0.2),
+        "fine": Section(lambda _: {"passed": True}, 0, ""),
+    }
+    monkeypatch.setattr(plan, "SECTIONS", sections)
+    assert program.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "results.json").read_text())["sections"]
+    assert [each["status"] for each in found.values()] == ["error", "passed"]
+    assert "OutOfTimeError" in found["hangs"]["error"]
+    assert [each["what"] for each in found["hangs"]["rows"]] == ["decode"]
+
+
+def test_a_case_that_is_wrong_or_gives_nothing_fails_the_section(tmp_path: Path) -> None:
+    """The processes' reports are judged; a line in which one was ended is no report."""
+    file = tmp_path / "0.json"
+    file.write_text('{"name": "one", "problems": []}\n{"name": "two", "pro')
+    assert correctness._read(file) == [{"name": "one", "problems": []}]
+    assert correctness._read(tmp_path / "none.json") == []
+    context = Context(torch.device("meta"), dry=True, deadline=time.monotonic() + 60)
+    found = correctness.body(context)
+    assert found["passed"] is False
+    assert all(each["problems"] for each in found["failed"])
+    assert len(found["failed"]) == found["cases"] == 2
 
 
 def test_a_missed_goal_is_seen_and_fails_nothing(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Flash3Backend:
     def __init__(
         self, attend: Callable[..., Any] | None = None, triton: TritonBackend | None = None
     ) -> None:
-        self._attend = _load() if attend is None else attend
+        self._attend = load_flash3() if attend is None else attend
         self._triton = TritonBackend() if triton is None else triton
 
     def refuses(self, layer: LayerAttention) -> str | None:
@@ -88,28 +88,35 @@ class Flash3Backend:
         if self.leaves(layer, query.dtype, call) is not None:
             return self._triton.attend(layer, query, batch, call)
         check_attend(layer, query, batch, call)
-        operand, q_descale = query, None
-        if layer.q_scale is not None:
-            operand = encode(query, layer.q_scale.unsqueeze(1), FP8_E4M3)
-            q_descale = layer.q_scale.view(layer.geometry.num_kv_heads, -1)[:, 0]
-        output = self._attend(
-            q=operand,
-            k_cache=layer.k_codes.transpose(1, 2),  # [N, B, K, D]
-            v_cache=layer.v_codes.transpose(1, 2),
-            cache_seqlens=batch.context_lens,
-            page_table=batch.block_tables[layer.group],
-            cu_seqlens_q=batch.query_starts,
-            max_seqlen_q=max(batch.query_lens_host),
-            q_descale=_for_each_sequence(q_descale, batch),
-            k_descale=_for_each_sequence(layer.k_scale, batch),
-            v_descale=_for_each_sequence(layer.v_scale, batch),
-            softmax_scale=call.softmax_scale,
-            causal=True,
-            window_size=(-1, -1) if call.window is None else (call.window - 1, 0),
-            softcap=call.softcap or 0.0,
-        )
+        output = self._attend(**flash3_arguments(layer, query, batch, call))
         assert isinstance(output, torch.Tensor)
         return output.to(query.dtype)
+
+
+def flash3_arguments(
+    layer: LayerAttention, query: torch.Tensor, batch: AttentionBatch, call: AttentionCall
+) -> dict[str, Any]:
+    """Return what `flash_attn_with_kvcache` is called with; in FP8 attention the query as codes."""
+    operand, q_descale = query, None
+    if layer.q_scale is not None:
+        operand = encode(query, layer.q_scale.unsqueeze(1), FP8_E4M3)
+        q_descale = layer.q_scale.view(layer.geometry.num_kv_heads, -1)[:, 0]
+    return {
+        "q": operand,
+        "k_cache": layer.k_codes.transpose(1, 2),  # [N, B, K, D]
+        "v_cache": layer.v_codes.transpose(1, 2),
+        "cache_seqlens": batch.context_lens,
+        "page_table": batch.block_tables[layer.group],
+        "cu_seqlens_q": batch.query_starts,
+        "max_seqlen_q": max(batch.query_lens_host),
+        "q_descale": _for_each_sequence(q_descale, batch),
+        "k_descale": _for_each_sequence(layer.k_scale, batch),
+        "v_descale": _for_each_sequence(layer.v_scale, batch),
+        "softmax_scale": call.softmax_scale,
+        "causal": True,
+        "window_size": (-1, -1) if call.window is None else (call.window - 1, 0),
+        "softcap": call.softcap or 0.0,
+    }
 
 
 def _for_each_sequence(scale: torch.Tensor | None, batch: AttentionBatch) -> torch.Tensor | None:
@@ -117,7 +124,12 @@ def _for_each_sequence(scale: torch.Tensor | None, batch: AttentionBatch) -> tor
     return None if scale is None else scale.unsqueeze(0).expand(batch.num_sequences, -1)
 
 
-def _load() -> Callable[..., Any]:
+def load_flash3() -> Callable[..., Any]:
+    """Return `flash_attn_with_kvcache`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         module = importlib.import_module("flash_attn_interface")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How the Triton kernels are cut: tiles, warps, stages and splits, by shape, format and device.
+"""How the Triton kernels are cut: tiles, warps, stages and parts, by shape, format and device.
 
 Everything here is a rule of thumb or a measurement, and in no other place; a table of measured
 choices for a device would be looked up here first. On one H200, decode over FP8 codes was
@@ -8,6 +8,7 @@ warps, and a multiprocessor holds several programs.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
@@ -18,6 +19,7 @@ Casts = Literal["hardware", "bits", "interpreter"]
 
 MAX_HEAD_DIM: Final = 512
 MAX_GROUP: Final = 128  # query heads of one KV head
+MAX_PARTS: Final = 128  # of one sequence in decode: one program merges them
 _KIB: Final = 1024
 # Shared memory one program may have, by compute capability; 99 KiB elsewhere.
 _SHARED_KIB: Final = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
@@ -32,12 +34,14 @@ class Device:
         fp8_products: whether it multiplies FP8 matrices.
         num_multiprocessors: programs that run side by side, but for several on each.
         shared_bytes: the most shared memory one program may have.
+        amd: whether Triton compiles for it as for AMD's.
     """
 
     casts: Casts
     fp8_products: bool
     num_multiprocessors: int
     shared_bytes: int
+    amd: bool = False
 
 
 INTERPRETER: Final = Device("interpreter", False, 4, 64 * _KIB)
@@ -62,6 +66,7 @@ def describe_device(index: int) -> Device:
         num_multiprocessors=properties.multi_processor_count,
         # PyTorch before 2.6 does not say.
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", known * _KIB),
+        amd=not nvidia,
     )
 
 
@@ -86,18 +91,44 @@ class Shape:
     @property
     def padded_dim(self) -> int:
         """D as a power of two that a matrix unit takes (32 values for FP8)."""
-        return max(32, _power_of_two(self.head_dim))
+        return max(32, power_of_two(self.head_dim))
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Rows a program multiplies, keys a tile, programs a KV head, warps, stages of its loop."""
+    """How decode is cut.
+
+    Attributes:
+        rows: query heads a program multiplies, padded.
+        tile: keys it takes at once.
+        parts: about how many parts a KV head's work is cut into, over all sequences; see
+            `count_parts`.
+        least: tiles of the smallest part.
+        warps: of a program.
+        stages: of its loop.
+    """
 
     rows: int
     tile: int
-    splits: int
+    parts: int
+    least: int
     warps: int
     stages: int
+
+    def programs(self, num_sequences: int, max_context: int) -> int:
+        """Return how many parts there are at most, whatever the lengths up to ``max_context``."""
+        longest = max(1, min(MAX_PARTS, -(-max_context // self.tile) // self.least))
+        return min(num_sequences * longest, self.parts + num_sequences - 1)
+
+
+def count_parts(tiles: Sequence[int], parts: int, least: int) -> list[int]:
+    """Return into how many parts each sequence's work is cut: the rule that the device follows.
+
+    A part is a ``parts``-th of all tiles, or a little more; so a long sequence beside short ones
+    gets most of the programs. A sequence shorter than that is one part.
+    """
+    size = max(-(-sum(tiles) // parts), least)
+    return [min(max(n // size, 1), MAX_PARTS) for n in tiles]
 
 
 @dataclass(frozen=True)
@@ -117,11 +148,9 @@ class PrefillConfig:
     fp8_values: bool = False
 
 
-def decode_config(
-    device: Device, shape: Shape, num_sequences: int, max_context: int
-) -> DecodeConfig:
-    """Return how to decode; nothing in it depends on the contexts' lengths, only on their bound."""
-    rows = max(16, _power_of_two(shape.group))
+def decode_config(device: Device, shape: Shape) -> DecodeConfig:
+    """Return how to decode batches of any size and length."""
+    rows = max(16, power_of_two(shape.group))
     # A warp holds 16 x 128 sums in 64 registers a thread; wider heads and groups get more warps.
     warps = min(8, max(1, rows // 16 * shape.padded_dim // 128))
     # Stages are shared between looking up blocks and fetching them: of 6, two tiles are on the way.
@@ -129,14 +158,15 @@ def decode_config(
     stages = 6 if tile_bytes <= 32 * _KIB else 4
     if shape.compute_bytes == 4:
         warps, stages = max(4, warps), 4
+    if device.amd:  # all but two stages are tiles in shared memory
+        stages = max(2, min(stages, 2 + (device.shared_bytes - _KIB) // tile_bytes))
     # One program for each place on the device, so that all start at once. A part below 256 keys
     # costs more than it saves.
     places = min(8 // warps, device.shared_bytes // (2 * tile_bytes + 4 * _KIB))
-    wanted = max(1, places) * device.num_multiprocessors // (num_sequences * shape.num_kv_heads)
-    splits = max(1, min(wanted, max_context // 256, 128))
+    parts = max(1, max(1, places) * device.num_multiprocessors // shape.num_kv_heads)
     # The interpreter's time is a program's operations, whatever their size.
     tile = 32 if device.casts != "interpreter" else 64
-    return DecodeConfig(rows, tile, splits, warps, stages)
+    return DecodeConfig(rows, tile, parts, 256 // tile, warps, stages)
 
 
 def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> PrefillConfig:
@@ -145,12 +175,12 @@ def prefill_config(device: Device, shape: Shape, *, fp8_products: bool) -> Prefi
     # Hopper has the shared memory for tiles of 128 keys: the sums are then rescaled half as often,
     # and what a tile costs beside its products counts less.
     roomy = device.shared_bytes > 200 * _KIB
-    rows = max(64 if wide else 128, _power_of_two(shape.group))
+    rows = max(64 if wide else 128, power_of_two(shape.group))
     # Elsewhere widened codes go through registers, of which there are too few for more.
     widens = shape.code_bytes != shape.compute_bytes
     tile = 32 if wide else 128 if roomy else 32 if widens else 64
     if device.casts == "interpreter":
-        rows, tile = max(32, _power_of_two(shape.group)), 64
+        rows, tile = max(32, power_of_two(shape.group)), 64
     # Shared memory holds the query, the tiles on the way, and widened codes once more.
     query = rows * shape.padded_dim * (1 if fp8_products else shape.compute_bytes)
     values = 2 * tile * shape.padded_dim
@@ -169,6 +199,6 @@ def store_rows(device: Device, shape: Shape) -> int:
     return max(1, values // shape.padded_dim)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()

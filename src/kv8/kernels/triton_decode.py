@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kv8.kernels.triton_cast import multiply_add, round_to, widen_pairs
+from kv8.kernels.triton_parts import find_part, first_tile_of, plan_parts
 from kv8.kernels.triton_tile import (
     add_sinks,
     add_values,
@@ -15,13 +16,13 @@ from kv8.kernels.triton_tile import (
 )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "parts", "table_stride"])
 def decode_kernel(
     query,  # [T, H, D]
-    output,  # [T, H, D]; written if SPLITS is 1
-    partial_sums,  # float32 [S, K, SPLITS, J, D], else written: weights times values
-    partial_largest,  # float32 [S, K, SPLITS, J]
-    partial_totals,  # float32 [S, K, SPLITS, J]
+    output,  # [T, H, D]; written for a sequence of one part
+    partial_sums,  # float32 [K, programs, J, D], for others: weights times values
+    partial_largest,  # float32 [K, programs, J]
+    partial_totals,  # float32 [K, programs, J]
     k_codes,  # [N, K, B, D]
     v_codes,
     k_scale,  # float32 [K], or None
@@ -33,6 +34,8 @@ def decode_kernel(
     block_table,  # int32 [S, M]
     softmax_scale,
     softcap,
+    num_sequences,
+    parts,  # as in `plan_parts`
     query_token_stride,
     query_head_stride,
     output_token_stride,
@@ -46,7 +49,9 @@ def decode_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,  # as in `plan_parts`
+    MOST: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     SOFTCAP: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -58,19 +63,22 @@ def decode_kernel(
     STAGES: tl.constexpr,
     TAIL_STAGES: tl.constexpr,
 ):
-    """All query heads of one KV head over one part of the context; the grid is [K, SPLITS, S].
+    """All query heads of one KV head over one part of a context; the grid is [K, programs].
 
-    Each part is the same number of whole tiles, found from the context's length here on the device:
-    a grid fixed in advance serves any length, and parts beyond a short one's end are empty.
-    Sequences of more than one new token are left to the prefill kernel, those without context get
-    zeros.
+    Which part, each program finds from the lengths, here on the device: a grid fixed in advance
+    serves any, and programs beyond the last part have nothing to do. Sequences of more than one new
+    token are left to the prefill kernel, those without context get zeros.
     """
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    s = tl.program_id(2)
-    token = tl.load(query_starts + s)
-    if tl.load(query_starts + s + 1) - token != 1:
+    program = tl.program_id(1)
+    count, ends = plan_parts(
+        query_starts, context_lens, num_sequences, parts, WINDOW, TILE, LEAST, MOST,
+        PADDED_SEQUENCES,
+    )  # fmt: skip
+    s, part, num_parts = find_part(count, ends, program, num_sequences, PADDED_SEQUENCES)
+    if s >= num_sequences:
         return
+    token = tl.load(query_starts + s)
     context = tl.load(context_lens + s)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
@@ -103,11 +111,10 @@ def decode_kernel(
     v_codes += kv_head * (BLOCK_SIZE * value_dim)
 
     low = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else context * 0
-    first_tile = low // TILE
+    first_tile = first_tile_of(context, WINDOW, TILE)
     last_tile = (context + TILE - 1) // TILE
-    part = (last_tile - first_tile + SPLITS - 1) // SPLITS
-    begin = first_tile + split * part
-    end = tl.minimum(begin + part, last_tile)
+    begin = first_tile + (last_tile - first_tile) * part // num_parts
+    end = first_tile + (last_tile - first_tile) * (part + 1) // num_parts
     # A tile whose keys are all seen needs no mask. A window is short: all of its tiles have one.
     whole = begin if WINDOW > 0 else tl.minimum(end, context // TILE)
     for tile in tl.range(begin, whole, num_stages=STAGES):
@@ -125,26 +132,23 @@ def decode_kernel(
             FORMAT, COMPUTE, CASTS, SHIFT, SOFTCAP, True, FP8_WEIGHTS, PAIRS,
         )  # fmt: skip
 
-    if SPLITS == 1:
+    if num_parts == 1:
         if sinks is not None:
             total = add_sinks(total, largest, tl.load(sinks + head, mask=real, other=0.0), SHIFT)
         scale = 1.0 / total
         if v_scale is not None:
             scale = scale * tl.load(v_scale + kv_head)
-        rows = output + token.to(tl.int64) * output_token_stride + head * output_head_stride
-        scale = scale[:, None]
         # Nothing to see is nothing, not 0 / 0.
-        sums = tl.where(context > 0, sums * scale, 0.0)
-        odd_sums = tl.where(context > 0, odd_sums * scale, 0.0)
-        _write(rows, sums, odd_sums, real, value_dim, padded_value_dim, CASTS, PAIRS)
+        result = tl.where(context > 0, sums * scale[:, None], 0.0)
+        odd_result = tl.where(context > 0, odd_sums * scale[:, None], 0.0)
+        to = output + token.to(tl.int64) * output_token_stride + head * output_head_stride
+        _write(to, result, odd_result, real, value_dim, padded_value_dim, CASTS, PAIRS)
     else:
-        at = ((s.to(tl.int64) * tl.num_programs(0) + kv_head) * SPLITS + split) * GROUP + row
+        at = (kv_head.to(tl.int64) * tl.num_programs(1) + program) * GROUP + row
         tl.store(partial_largest + at, largest, mask=real)
         tl.store(partial_totals + at, total, mask=real)
-        # An empty part says so by its total, and nobody reads its sums.
-        written = real & (begin < end)
-        rows = partial_sums + at * HEAD_DIM
-        _write(rows, sums, odd_sums, written, value_dim, padded_value_dim, CASTS, PAIRS)
+        partial = partial_sums + at * HEAD_DIM
+        _write(partial, sums, odd_sums, real, value_dim, padded_value_dim, CASTS, PAIRS)
 
 
 @triton.jit
@@ -225,7 +229,7 @@ def _write(
         tl.store(at, round_to(sums, rows.dtype.element_ty, CASTS), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "parts", "num_programs"])
 def combine_kernel(
     output,  # [T, H, D]
     partial_sums,  # as in `decode_kernel`
@@ -235,13 +239,19 @@ def combine_kernel(
     sinks,
     query_starts,
     context_lens,
+    num_sequences,
+    parts,
+    num_programs,  # a KV head, of `decode_kernel`
     output_token_stride,
     output_head_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     CASTS: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -249,29 +259,33 @@ def combine_kernel(
     """Merge the parts of one query head, in order; the grid is [H, S]."""
     head = tl.program_id(0)
     s = tl.program_id(1)
-    token = tl.load(query_starts + s)
-    if tl.load(query_starts + s + 1) - token != 1:
+    count, ends = plan_parts(
+        query_starts, context_lens, num_sequences, parts, WINDOW, TILE, LEAST, MOST,
+        PADDED_SEQUENCES,
+    )  # fmt: skip
+    mine = tl.arange(0, PADDED_SEQUENCES) == s
+    num_parts = tl.sum(tl.where(mine, count, 0), 0)
+    if num_parts < 2:  # its one program wrote the output
         return
-    kv_head = head // GROUP
-    at = (s.to(tl.int64) * (tl.num_programs(0) // GROUP) + kv_head) * (SPLITS * GROUP)
-    at += head % GROUP
-    split = tl.arange(0, PADDED_SPLITS)
-    known = split < SPLITS
-    largest = tl.load(partial_largest + at + split * GROUP, mask=known, other=float("-inf"))
-    totals = tl.load(partial_totals + at + split * GROUP, mask=known, other=0.0)
-    top = tl.max(largest, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
+    first_part = tl.sum(tl.where(mine, ends, 0), 0) - num_parts
+    kv_head = (head // GROUP).to(tl.int64)
+    at = (kv_head * num_programs + first_part) * GROUP + head % GROUP
+    part = tl.arange(0, MOST)
+    known = part < num_parts
+    largest = tl.load(partial_largest + at + part * GROUP, mask=known, other=float("-inf"))
+    totals = tl.load(partial_totals + at + part * GROUP, mask=known, other=0.0)
+    base = tl.max(largest, 0)  # every part sees a key: a number
     total = tl.sum(totals * tl.exp2(largest - base), 0)
     dim = tl.arange(0, PADDED_DIM)
     result = tl.zeros([PADDED_DIM], tl.float32)
-    for first in range(0, SPLITS, CHUNK):
+    for first in range(0, num_parts, CHUNK):
         some = first + tl.arange(0, CHUNK)
         row = at + some * GROUP
-        some_largest = tl.load(partial_largest + row, mask=some < SPLITS, other=float("-inf"))
-        some_totals = tl.load(partial_totals + row, mask=some < SPLITS, other=0.0)
-        sums = tl.load(  # an empty part's sums were never written
+        some_known = some < num_parts
+        some_largest = tl.load(partial_largest + row, mask=some_known, other=float("-inf"))
+        sums = tl.load(
             partial_sums + row[:, None] * HEAD_DIM + dim[None, :],
-            mask=(some_totals != 0.0)[:, None] & (dim < HEAD_DIM)[None, :],
+            mask=some_known[:, None] & (dim < HEAD_DIM)[None, :],
             other=0.0,
         )
         result += tl.sum(sums * tl.exp2(some_largest - base)[:, None], 0)
@@ -280,6 +294,6 @@ def combine_kernel(
     result = result / total
     if v_scale is not None:
         result = result * tl.load(v_scale + kv_head)
-    result = tl.where(tl.load(context_lens + s) > 0, result, 0.0)
-    output += token.to(tl.int64) * output_token_stride + head * output_head_stride
+    token = tl.load(query_starts + s).to(tl.int64)
+    output += token * output_token_stride + head * output_head_stride
     tl.store(output + dim, round_to(result, output.dtype.element_ty, CASTS), mask=dim < HEAD_DIM)

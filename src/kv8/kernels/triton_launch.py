@@ -10,9 +10,11 @@ import triton.language as tl
 
 from kv8.kernels.triton_cache import Sequences, Settings, TritonCache
 from kv8.kernels.triton_config import (
+    MAX_PARTS,
     DecodeConfig,
     Shape,
     decode_config,
+    power_of_two,
     prefill_config,
     store_rows,
 )
@@ -51,19 +53,16 @@ def run_store(
     )  # fmt: skip
 
 
-def split_count(cache: TritonCache, query: torch.dtype, num_sequences: int, bound: int) -> int:
-    """Return into how many parts decode cuts contexts of up to ``bound`` tokens."""
-    shape = cache.shape(cache.compute_dtype(query))
-    return decode_config(cache.device, shape, num_sequences, bound).splits
-
-
 def workspace_values(cache: TritonCache, query: torch.dtype, num_sequences: int, bound: int) -> int:
-    """Return how many float32 values `run_decode` needs for its partial results."""
-    splits = split_count(cache, query, num_sequences, bound)
-    if splits == 1:
+    """Return how many float32 values `run_decode` needs for partial results.
+
+    ``bound``: no context is longer.
+    """
+    config = decode_config(cache.device, cache.shape(cache.compute_dtype(query)))
+    programs = config.programs(num_sequences, bound)
+    if programs == num_sequences:
         return 0
-    rows = num_sequences * cache.num_heads * splits
-    return _aligned(rows) * (cache.k_codes.shape[3] + 2)
+    return _aligned(programs * cache.num_heads) * (cache.k_codes.shape[3] + 2)
 
 
 def run_decode(
@@ -84,48 +83,50 @@ def run_decode(
         settings: the call.
         workspace: float32, at least `workspace_values`.
     """
-    common, config = _decode_arguments(cache, query, sequences)
+    common, config = _decode_arguments(cache, query, sequences, settings)
     k_codes, v_codes = cache.codes()
     pairs = cache.pairs()
     if pairs is not None:
         v_codes = pairs
-    num_heads, num_kv_heads = cache.num_heads, k_codes.shape[1]
-    count = _aligned(sequences.num_sequences * num_heads * config.splits)
+    num_heads, num_kv_heads, num_sequences = (
+        cache.num_heads, k_codes.shape[1], sequences.num_sequences,
+    )  # fmt: skip
+    # As many as there are sequences, if none can have more than one part.
+    programs = config.programs(num_sequences, sequences.max_context)
+    merges = programs > num_sequences
+    count = _aligned(programs * num_heads) if merges else 0
     head_dim = query.shape[2]
     sums = workspace[: count * head_dim]
     largest = workspace[count * head_dim : count * (head_dim + 1)]
     totals = workspace[count * (head_dim + 1) : count * (head_dim + 2)]
-    if config.splits == 1:
-        sums = largest = totals = workspace[:0]
-    decode_kernel[(num_kv_heads, config.splits, sequences.num_sequences)](
+    decode_kernel[(num_kv_heads, programs)](
         query, output, sums, largest, totals,
         k_codes, v_codes, cache.k_scale, cache.v_scale, cache.q_scale, settings.sinks,
         sequences.query_starts, sequences.context_lens, sequences.block_table,
-        settings.softmax_scale, settings.softcap,
+        settings.softmax_scale, settings.softcap, num_sequences, config.parts,
         query.stride(0), query.stride(1), output.stride(0), output.stride(1),
         k_codes.stride(0), v_codes.stride(0), sequences.block_table.stride(0),
-        WINDOW=settings.window,
         SOFTCAP=settings.softcap != 0.0,
         PAIRS=pairs is not None,
         TAIL_STAGES=config.stages if settings.window else 1,
+        STAGES=config.stages,
+        ROWS=config.rows,
         **common,
         num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
-    if config.splits == 1:
+    if not merges:
         return
-    padded = max(2, 1 << (config.splits - 1).bit_length())
-    combine_kernel[(num_heads, sequences.num_sequences)](
+    merged = (
+        "GROUP", "HEAD_DIM", "PADDED_DIM", "TILE", "LEAST", "MOST", "PADDED_SEQUENCES", "WINDOW",
+        "CASTS", "SHIFT",
+    )  # fmt: skip
+    combine_kernel[(num_heads, num_sequences)](
         output, sums, largest, totals, cache.v_scale, settings.sinks,
-        sequences.query_starts, sequences.context_lens, output.stride(0), output.stride(1),
-        GROUP=common["GROUP"],
-        HEAD_DIM=head_dim,
-        PADDED_DIM=common["PADDED_DIM"],
-        SPLITS=config.splits,
-        PADDED_SPLITS=padded,
-        CHUNK=min(padded, 8),
-        CASTS=cache.device.casts,
-        SHIFT=common["SHIFT"],
+        sequences.query_starts, sequences.context_lens, num_sequences, config.parts, programs,
+        output.stride(0), output.stride(1),
+        CHUNK=max(1, 2048 // common["PADDED_DIM"]),
+        **{name: common[name] for name in merged},
         num_warps=1,
     )  # fmt: skip
 
@@ -183,18 +184,18 @@ def _aligned(rows: int) -> int:
 
 
 def _decode_arguments(
-    cache: TritonCache, query: torch.Tensor, sequences: Sequences
+    cache: TritonCache, query: torch.Tensor, sequences: Sequences, settings: Settings
 ) -> tuple[dict[str, Any], DecodeConfig]:
     common, shape = _common_arguments(cache, query)
-    config = decode_config(
-        cache.device, shape, sequences.num_sequences, sequences.max_context
-    )  # fmt: skip
+    config = decode_config(cache.device, shape)
     return {
         **common,
-        "ROWS": config.rows,
         "TILE": config.tile,
-        "SPLITS": config.splits,
-        "STAGES": config.stages,
+        "LEAST": config.least,
+        "MOST": MAX_PARTS,
+        # One build serves every batch of up to so many.
+        "PADDED_SEQUENCES": max(64, power_of_two(sequences.num_sequences)),
+        "WINDOW": settings.window,
     }, config
 
 

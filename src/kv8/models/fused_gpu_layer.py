@@ -1,12 +1,10 @@
 """A decoder layer on a GPU in a third of the launches: what lies between its products is fused.
 
 In decoding, the many small operations of a layer (a norm alone is six) take as long as its products
-do. Products are torch's own, over the weights as they are: merging them would need them twice for a
-moment, and gains little where a graph starts them.
+do. Products are torch's own, one for q, k and v and one for gate and up
+(`kv8.models.joined_weights`).
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from kv8.attention.backend import AttentionCall
 from kv8.kernels.triton_layer import add_and_norm, gated, norm_rows, rotate
 from kv8.models.decoder_parts import DecoderParts, Norm
 from kv8.models.interface import LayerBinding, store_and_attend
+from kv8.models.joined_weights import JoinedLinears
 from kv8.models.layer_operations import angles
 
 
@@ -34,6 +33,8 @@ class FusedGpuLayer:
     ) -> None:
         assert call.sinks is None, "sinks are weights: a call made once would keep old ones"
         self._parts, self._binding, self._call, self._rotates = parts, binding, call, rotates
+        self._qkv = JoinedLinears(parts.qkv)
+        self._gate_up = JoinedLinears(parts.gate_up) if parts.gate_up else None
 
     def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
         """Return the layer's output, [1, T, C] like ``hidden_states``.
@@ -59,22 +60,28 @@ class FusedGpuLayer:
         """Return attention [T, H * D] of normed rows [T, C]."""
         parts, geometry = self._parts, self._binding.geometry
         sizes = [n * geometry.head_dim for n in (geometry.num_heads, *[geometry.num_kv_heads] * 2)]
-        q, k, v = _project(x, parts.qkv, sizes)
-        q, k = _norm(parts.q_norm, q), _norm(parts.k_norm, k)
-        if self._rotates:
-            tables = [angles(table) for table in keywords["position_embeddings"]]
-            for side in (q, k):
+        embeddings = keywords["position_embeddings"] if self._rotates else ()
+        tables = [angles(table) for table in embeddings]
+        if self._qkv.is_one and parts.q_norm is None and parts.k_norm is None:
+            qk, v = self._qkv(x, [sizes[0] + sizes[1], sizes[2]])  # are rotated at once
+            if tables:
+                rotate(qk, geometry.head_dim, *tables)
+            q, k = torch.split_with_sizes(qk, sizes[:2], dim=1)
+        else:
+            q, k, v = self._qkv(x, sizes)
+            q, k = _norm(parts.q_norm, q), _norm(parts.k_norm, k)
+            for side in (q, k) if tables else ():
                 rotate(side, geometry.head_dim, *tables)
         q, k, v = (side.view(len(side), -1, geometry.head_dim) for side in (q, k, v))
         return store_and_attend(self._binding, q, k, v, self._call).flatten(1)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._parts
-        if parts.down is None:
+        if parts.down is None or self._gate_up is None:
             output: torch.Tensor = parts.mlp(x.unsqueeze(0))
             return output[0]
         size = parts.down.in_features
-        gate, up = _project(x, parts.gate_up, [size, size])
+        gate, up = self._gate_up(x, [size, size])
         return linear(gated(gate, up, parts.activation), parts.down.weight, parts.down.bias)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -101,14 +108,3 @@ class FusedGpuNorm:
 
 def _norm(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm_rows(x, norm.weight, norm.epsilon, norm.order)
-
-
-def _project(
-    x: torch.Tensor, linears: Sequence[torch.nn.Linear], sizes: Sequence[int]
-) -> Sequence[torch.Tensor]:
-    """Return the projections of ``x``, one of each size: of a layer each, or of one for all."""
-    products = [linear(x, layer.weight, layer.bias) for layer in linears]
-    if len(products) > 1:
-        return products
-    ends = list(accumulate(sizes))
-    return [products[0][:, end - size : end] for size, end in zip(sizes, ends, strict=True)]

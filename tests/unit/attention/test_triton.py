@@ -84,21 +84,71 @@ def test_16_bit_queries_are_exact(backend, stored_as, dtype):
     assert_exact_attention(case, steps, attend(backend, case, steps))
 
 
-@pytest.mark.parametrize("splits", [1, 10])
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_splits_are_neutral_even_if_empty(backend, features, splits, monkeypatch):
+@pytest.fixture
+def cut(monkeypatch):
+    """Call it to let decode be cut into ``parts`` of tiles of 16 keys."""
     from kv8.kernels import triton_launch
 
     choose = triton_launch.decode_config
-    monkeypatch.setattr(
-        triton_launch, "decode_config", lambda *a: replace(choose(*a), tile=16, splits=splits)
-    )
+
+    def configure(parts, tile=16, least=1):
+        monkeypatch.setattr(
+            triton_launch,
+            "decode_config",
+            lambda *a: replace(choose(*a), tile=tile, parts=parts, least=least),
+        )
+
+    return configure
+
+
+@pytest.mark.parametrize("parts", [1, 6, 40])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_parts_are_neutral(backend, features, parts, cut):
+    """A long context is cut where short ones beside it are not."""
+    cut(parts)
     case = filled_case(backend, **features)
     backend.reserve([case.layer], 3, 1000)
-    backend._workspace.fill_(torch.nan)  # what an empty part leaves there is not read
+    backend._workspace.fill_(torch.nan)  # what was not written there is not read
     found = attend(backend, case, DECODE)
     assert_exact_attention(case, DECODE, found)
     assert same_bits(found, attend(backend, case, DECODE))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("parts", [1, 6, 13, 40])
+def test_the_device_cuts_as_the_rule_says(backend, parts, window, cut):
+    """What `count_parts` says of all lengths: so many partial results are written, no others. A
+    sequence with several new tokens has no part in it, one of padding writes zeros.
+    """
+    from kv8.kernels.triton_config import count_parts, decode_config
+    from kv8.kernels.triton_launch import workspace_values
+
+    cut(parts)
+    case = filled_case(backend, window=window)
+    cache = backend._cache(case.layer)
+    steps = [(0, 139, 140), (1, 50, 90), (2, 2, 3), (1, 89, 90), (0, 99, 100)]
+    single = [n for _, first, n in steps if n - first == 1]
+    tiles = [-(-n // 16) - (max(0, n - window) // 16 if window else 0) for n in single]
+    counts = count_parts(tiles, parts, 1)
+    query = torch.zeros(sum(n - a for _, a, n in steps), 3, 16)
+    batch = make_batch(case, steps)
+    bound = batch.block_tables[0].shape[1] * case.block_size
+    needed = workspace_values(cache, query.dtype, len(steps), bound)
+    backend._workspace = torch.full((needed,), torch.nan)
+    attend(backend, case, steps)
+    config = replace(decode_config(cache.device, cache.shape(query.dtype)), tile=16, least=1)
+    programs = replace(config, parts=parts).programs(len(steps), bound)
+    assert sum(counts) <= programs
+    if max(counts) == 1:
+        assert parts == 1
+        assert backend._workspace.isnan().all()
+        return
+    aligned = -(-programs * 3 // 16) * 16
+    totals = backend._workspace[aligned * 17 :][: programs * 3].view(programs, 3)
+    written = [wide for count in counts for wide in [count > 1] * count]
+    expected = torch.tensor(written + [False] * (programs - len(written)))
+    assert torch.equal(~totals.isnan().any(1), expected)
+    assert torch.equal(~totals.isnan().all(1), expected)
 
 
 def test_only_the_device_needs_to_know_the_lengths(backend):
@@ -142,7 +192,7 @@ def test_rows_of_padding_store_nothing_and_give_zeros(backend, features):
     query = torch.cat([gather_rows(case.queries, DECODE), torch.full((2, 3, 16), 3.0)])
     found = backend.attend(case.layer, query, padded, case.call)
     assert (found[3:] == 0).all()
-    assert ((found[:3] - known).abs() <= 1e-5).all()  # another number of splits
+    assert same_bits(found[:3], known)  # padding is no work, so all is cut as without it
 
 
 def test_the_reserved_workspace_serves_every_smaller_batch(backend):
@@ -290,16 +340,12 @@ def test_every_code_is_widened_exactly(backend, stored_as):
 
 
 @pytest.mark.parametrize("stored_as", ["fp8_e4m3", "bfloat16"])
-def test_long_sums_keep_their_accuracy(backend, stored_as, monkeypatch):
+def test_long_sums_keep_their_accuracy(backend, stored_as, cut):
     """Pitfall 43: as `test_error_does_not_grow_up_to_64k_keys`, in tiles large enough for the
     interpreter and merged from four parts. A matrix unit's own sums only a GPU shows.
     """
-    from kv8.kernels import triton_launch
-
-    choose, u = triton_launch.decode_config, 2.0**-24
-    monkeypatch.setattr(
-        triton_launch, "decode_config", lambda *a: replace(choose(*a), tile=2048, splits=4)
-    )
+    u = 2.0**-24
+    cut(parts=4, tile=2048)
     case = make_case([65536], heads=(2, 1), head_dim=32, stored_as=stored_as)
     case.values[0][:, :, ::2] = 3.0
     whole, last = [(0, 0, 65536)], [(0, 65535, 65536)]

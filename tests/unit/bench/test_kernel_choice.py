@@ -60,6 +60,7 @@ def test_the_table_of_prompts_holds_what_auto_chooses_to_the_goal(flash3, monkey
         "prefill 8 causal, e4m3, triton": None,
         "prefill 8 causal, e4m3, FP8 attention, triton": None,
         "prefill 8 causal, e4m3, FP8 attention, flash3": 500,
+        "prefill 8 causal, e4m3, FP8 attention, triton, values as codes": None,
         "prefill 8 causal, e4m3, FP8 attention: what auto chose over FlashAttention 3": 0.97,
     }
     [note] = [row["note"] for row in rows if row["what"] == "prefill 8 causal, bf16, flash3"]

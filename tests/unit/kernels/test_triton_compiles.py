@@ -16,7 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 FP8 = "fp8_e4m3"
-SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # the most of a program
+SHARED_KIB = {
+    "sm_80": 163,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "gfx942": 64,
+}  # the most of a program
 
 
 def job(target, kind, stored_as, **options):
@@ -34,11 +40,14 @@ JOBS = [
     job("sm_90", "store", FP8),
     job("sm_90", "decode", FP8),
     job("sm_90", "prefill", FP8, fp8_queries=True, sinks=True, window=1000, softcap=30.0),
+    job("sm_89", "prefill", FP8, fp8_queries=True, fp8_values=True),
     job("sm_80", "decode", FP8, block_size=16, window=1000),
     job("sm_100", "decode", "fp8_e5m2", fp8_queries=True),
     job("sm_100", "prefill", "bfloat16", head_dim=64),
     job("gfx942", "store", FP8),
     job("gfx942", "decode", FP8, head_dim=64),
+    job("gfx942", "decode", "bfloat16"),
+    job("gfx942", "decode", "bfloat16", head_dim=256),
 ]
 
 
@@ -100,6 +109,13 @@ def test_decode_streams_codes_and_widens_them_in_pairs(builds):
 def test_prefill_uses_the_matrix_units(builds):
     build = builds[f"sm_90 prefill {FP8} fp8_queries sinks window softcap: prefill_kernel"]
     assert build["wgmma"] > build["fp8_products"] > 0
+
+
+def test_fp8_sums_end_with_their_tile(builds):
+    """Pitfall 43: of weights and values as codes too, on GPUs where Triton would fuse the sums."""
+    values = builds[f"sm_89 prefill {FP8} fp8_queries fp8_values: prefill_kernel"]
+    assert values["fp8_products"] > 0
+    assert {name: b["fp8_sums_go_on"] for name, b in builds.items() if b["fp8_sums_go_on"]} == {}
 
 
 def test_only_gpus_that_have_them_are_given_fp8_instructions(builds):

@@ -104,6 +104,33 @@ def test_a_fused_model_computes_the_same(family, num_layers, caplog) -> None:
         assert (one - other).norm() < 2e-5 * other.norm()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2: q, k and v have biases
+def test_joined_weights_keep_their_names_and_are_updated_in_place(family: str) -> None:
+    """q, k and v are one product, gate and up another; other weights go in by name as before."""
+    fused, plain = build(family), build(family)
+    with torch.no_grad():
+        for number, values in enumerate(plain.module.parameters()):
+            values.copy_(draw(*values.shape, seed=number) / values.shape[-1] ** 0.5)
+    weights = {name: values.clone() for name, values in fused.module.state_dict().items()}
+    fuse_gpu_model(fused)
+    found = fused.module.state_dict()
+    assert all(torch.equal(found[name], values) for name, values in weights.items())
+    storages = {
+        name: values.untyped_storage().data_ptr()
+        for name, values in found.items()
+        if ".layers.0." in name
+    }
+    for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        weights_of = [n for n in storages if n.endswith("weight") and n.split(".")[-2] in joined]
+        assert len(weights_of) == len(joined)
+        assert len({storages[name] for name in weights_of}) == 1
+    with torch.no_grad():
+        for name, values in plain.module.state_dict().items():
+            found[name].copy_(values)
+    [one], [other] = (packed_logits(model, [prompt_ids(5)]) for model in (fused, plain))
+    assert (one - other).norm() < 2e-5 * other.norm()
+
+
 def test_it_can_be_switched_off() -> None:
     model, plain = build(dtype=torch.bfloat16), build(dtype=torch.bfloat16)
     fuse_gpu_model(model)
