@@ -78,7 +78,7 @@ struct Plan {
     int64_t splits = 0;
     for (int64_t s = 0; s < attend.num_sequences; ++s)
       if (num_new(s) <= block_tokens) splits += attend.context_lens[s] / kSplit + 1;
-    heads_together = splits >= 4 * static_cast<int64_t>(num_threads);
+    heads_together = splits >= 2 * static_cast<int64_t>(num_threads);
     if (!heads_together) splits *= attend.cache->num_kv_heads;
     const int64_t even = splits / (16 * static_cast<int64_t>(num_threads));
     splits_per_piece = even < 1 ? 1 : even > kMostSplits ? kMostSplits : static_cast<int>(even);
