@@ -36,8 +36,8 @@ def test_scoring_reads_every_token_through_the_cache(family, tiny_model) -> None
     rows = list(prompt_logits(engine, ids))
     assert [len(row) for row in rows] == [32, 32, 11]
     mine = torch.log_softmax(torch.cat(rows), dim=-1)
-    # Chunks change only the order of float32 sums; but torch, which multiplies more rows than these,
-    # rounds otherwise, and a code near a tie may become its neighbour.
+    # Chunks change only the order of float32 sums; but torch, which multiplies more rows than
+    # these, rounds otherwise, and a code near a tie may become its neighbour.
     assert (mine - teacher_forced(engine, ids, chunks=[64, 11])).abs().max() < 1e-3
     engine.check_invariants()
     greedy = int(mine[-1].argmax())

@@ -17,10 +17,12 @@ from tests.attention_cases import (
     run_step,
     same_bits,
 )
+from tests.native_operations import unusual
 
 from kv8.attention.cpu import CpuBackend
 from kv8.attention.reference import ReferenceBackend
 from kv8.formats.base import FORMATS
+from kv8.formats.encode import encode_counting
 from kv8.kernels.cpu import ISA_NAMES
 from kv8.kernels.openmp import openmp_runtimes
 
@@ -314,3 +316,36 @@ def test_the_process_has_one_openmp_runtime():
     kernels_or_skip()
     runtimes = openmp_runtimes()
     assert len(runtimes) <= 1, runtimes
+
+
+# Powers of two, whose division is a multiplication, up to those whose inverse is subnormal; others.
+SCALES = [1.0, 2.0**-7, 2.0**126, 2.0**127, 2.0**-126, 2.0**-140, 0.3, 1 / 448, 3e38]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored_as", ["fp8_e4m3", "fp8_e5m2"])
+def test_any_scale_divides_as_torch_does(backend, stored_as, dtype):
+    """Codes and counts of numbers that fit, of those that do not, and of what is no number."""
+    case = make_case([40], stored_as=stored_as, heads=(4, 2), head_dim=32)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(40, 2, 32, generator=generator)
+    values *= 2.0 ** torch.randint(-20, 20, values.shape, generator=generator)
+    values[::5, :, :14] = unusual(dtype).float()
+    for scale in SCALES:
+        rows = (values * scale).to(dtype)
+        layer = replace(fresh_pool(case).layer, counters=new_counters())
+        layer.k_scale.fill_(scale), layer.v_scale.fill_(1.0)
+        backend.store(layer, rows, rows, make_batch(case, [(0, 0, 40)]))
+        for pool, counts, by in (
+            (layer.k_codes, layer.counters.k, scale),
+            (layer.v_codes, layer.counters.v, 1.0),
+        ):
+            codes, counted = encode_counting(rows, torch.tensor(by), case.layer.format)
+            found = torch.stack([stored_row(case, pool, t) for t in range(40)])
+            assert same_bits(found, codes)
+            assert counts.tolist() == counted.tolist()
+
+
+def stored_row(case, pool, position):
+    block = case.tables[0][position // case.block_size]
+    return pool[block, :, position % case.block_size]
