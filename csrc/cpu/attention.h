@@ -162,7 +162,7 @@ class Attention {
   }
 
   // Whether logits of rows start <= r < start + count are their dot products times multipliers and
-  // nothing else.
+  // nothing else, and the largest are those of the largest dot products.
   bool plain(const Workspace<Code>& work, int start, int count, const Tile& tile) const {
     return logits_.cap == 0.0f && a_.softmax_scale > 0.0f &&
            visible_in(work.visible[start], tile).end >= kTile &&

@@ -1,4 +1,5 @@
-// Quantize new keys and values, scatter them to their slots, and count what did not fit: one pass.
+// Quantize new keys and values, scatter them to their slots, and count what did not fit: in one pass,
+// and a second one over rows where something may be to count.
 #include <type_traits>
 
 #include "formats.h"

@@ -30,7 +30,8 @@ class Fusion:
     Attributes:
         most_native: rows of a step up to which native kernels make the products of every replaced
             module: so long, a row's results do not depend on the rows beside it.
-        whole: computes whole steps of few rows; `None` if the model's own code is needed.
+        whole: computes whole steps, of as many rows as native products are made of; `None` if the
+            model's own code is needed.
     """
 
     def __init__(self) -> None:

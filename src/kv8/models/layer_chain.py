@@ -50,7 +50,6 @@ class LayerChain:
         self._next = 0
 
     def _describe(self) -> None:
-        self._capacity = self._layers[0].space.capacity
         self._attentions = [layer.describe_attention() for layer in self._layers]
         operations: list[Operation] = []
         for layer, attention in zip(self._layers, self._attentions, strict=True):
@@ -58,6 +57,7 @@ class LayerChain:
             operations += [*before, attention.store, attention.attend, *after]
         self.operations = tuple(operations)
         self._list = OperationList(self._kernels, operations)
+        self._capacity = self._layers[0].space.capacity  # last: what failed is described again
 
     def reserve(self, num_rows: int) -> None:
         """Have room for so many rows; `operations` may be others then."""

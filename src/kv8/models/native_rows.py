@@ -39,7 +39,6 @@ class NativeRows:
 
     def _describe(self) -> None:
         layer = self._layer
-        self._capacity = self.space.capacity
         self._kept: list[torch.Tensor] = []  # of the workspace: operations know only addresses
         self._qkv = self._rows("qkv", layer.qkv.weight.shape[0])
         self._middle = self._rows("middle", self._hidden)  # between attention and MLP
@@ -53,6 +52,7 @@ class NativeRows:
         self._last = after[-1] if layer.down is not None else None
         self._before = OperationList(layer.kernels, before)
         self._after = OperationList(layer.kernels, [*joined, *after])
+        self._capacity = self.space.capacity  # last: what failed is described again
 
     def reserve(self, num_rows: int) -> None:
         """Have room for so many rows."""
@@ -162,7 +162,7 @@ class NativeRows:
         return operations
 
     def _product(self, merged: Merged, x: torch.Tensor, out: torch.Tensor) -> LinearStruct:
-        scratch = self.space.scratch(merged.weight.shape[1], self._capacity)
+        scratch = self.space.scratch(merged.weight.shape[1], self.space.capacity)
         self._kept.append(scratch)
         return linear_struct(merged.weight, merged.bias, x, out, scratch)
 

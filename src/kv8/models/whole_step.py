@@ -60,7 +60,6 @@ class WholeStep:
 
     def _describe(self) -> None:
         weight, space, norm = self._head.weight, self._workspace, self._norm
-        self._operations = self._chain.operations
         self._hidden = space.rows("hidden", weight.shape[1])
         self._normed = space.rows("normed", weight.shape[1])
         self._scratch = space.scratch(weight.shape[1], space.capacity)
@@ -75,9 +74,10 @@ class WholeStep:
             order=norm.order,
         )
         head = (self._last, self._product)
-        self._all = OperationList(self._kernels, [*self._operations, *head])
+        self._all = OperationList(self._kernels, [*self._chain.operations, *head])
         self._after = OperationList(self._kernels, head)
         self._all_rows = torch.arange(space.capacity)
+        self._operations = self._chain.operations  # last: what failed is described again
 
     @property
     def hooked(self) -> bool:

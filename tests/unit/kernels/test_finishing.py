@@ -142,7 +142,9 @@ def test_gating_at_once_is_gating_afterwards(
 ) -> None:
     some = unusual(dtype)
     # Several blocks of outputs with one left over, none whole; more inputs than go at once.
-    for size, inputs, num_rows in ((80, 64, 1), (80, 64, 203), (24, 32, 192), (32, 1216, 530)):
+    # At last, shares of less than two blocks.
+    sizes = ((80, 64, 1), (80, 64, 203), (24, 32, 192), (32, 1216, 530), (48, 8192, 200))
+    for size, inputs, num_rows in sizes:
         if inputs > 1000 and dtype is not torch.bfloat16:
             continue
         weight = whole_numbers(2 * size, inputs, dtype=dtype, seed=1)

@@ -16,6 +16,7 @@ from kv8.models.fusion import Fusion
 from kv8.models.hook import HookedModel
 from kv8.models.probe import probe_batch
 from kv8.models.whole_step import WholeStep
+from kv8.models.workspace import Workspace
 
 # The others do something to embeddings or logits, or have angles of two kinds.
 WHOLE = ("llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
@@ -109,6 +110,46 @@ def test_steps_of_any_size_in_any_order(kernels: CpuKernels) -> None:
         )
         assert torch.equal(found, expected)
         assert found.isfinite().all()
+
+
+def test_memory_that_cannot_be_had_is_asked_for_again(
+    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growing fails here and there, and gets further each time; then it succeeds."""
+    model = fused("llama", kernels, torch.bfloat16)
+    sequence = prompt_ids(100, seed=1)
+    layers = make_layers(model, 150)
+
+    def logits() -> torch.Tensor:
+        [found] = packed_logits(
+            model, [sequence], chunk=100, backend=CpuBackend(kernels), layers=layers
+        )
+        return found
+
+    own = Workspace.rows
+    for number in (0, 3, 8, 2, 7):
+        left = [number]
+
+        def fail(self: Workspace, name: str, width: int, left: list[int] = left) -> torch.Tensor:
+            if left[0] == 0:
+                raise MemoryError(name)
+            left[0] -= 1
+            return own(self, name, width)
+
+        monkeypatch.setattr(Workspace, "rows", fail)
+        if kernels.has_matrix_unit:  # without one, as many rows are torch's
+            with pytest.raises(MemoryError):
+                logits()
+    monkeypatch.setattr(Workspace, "rows", own)
+    found = logits()
+    [expected] = packed_logits(
+        fused("llama", kernels, torch.bfloat16),
+        [sequence],
+        chunk=100,
+        backend=CpuBackend(kernels),
+        layers=make_layers(model, 150),
+    )
+    assert torch.equal(found, expected)
 
 
 def test_hooks_are_called(kernels: CpuKernels) -> None:
