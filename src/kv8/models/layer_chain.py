@@ -61,10 +61,13 @@ class LayerChain:
 
     def reserve(self, num_rows: int) -> None:
         """Have room for so many rows; `operations` may be others then."""
+        space = self._layers[0].space
+        space.reserve(num_rows)
+        if self._capacity == space.capacity:
+            return
         for layer in self._layers:
             layer.reserve(num_rows)
-        if self._capacity != self._layers[0].space.capacity:
-            self._describe()
+        self._describe()
 
     def __len__(self) -> int:
         return len(self._layers)
